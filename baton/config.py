@@ -138,7 +138,9 @@ class ModelConfig(_Section, frozen=True):
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
     max_model_len: Natural = 0  # tokens of a sequence at most; 0: as many as the model takes
-    quantization: str = ""  # of weights when they are loaded, by vLLM's names such as fp8; vLLM's, on GPUs
+    quantization: str = (
+        ""  # of weights when they are loaded: int8, int4 (our own engine on CPUs), fp8, int8 (vLLM, GPUs)
+    )
     enable_expert_parallel: bool = False  # ranks divide the experts instead of each one; vLLM's, on GPUs
     enforce_eager: bool = False  # vLLM does not compile the model: it starts sooner, and its steps take longer
     skip_tokenizer_init: bool = False  # prompts and outputs are token ids alone, and no tokenizer is read; vLLM's

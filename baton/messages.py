@@ -94,11 +94,12 @@ class Namespace(Struct, frozen=True):
     form: str  # of a page's bytes (`kvstore.layout`)
     kv_heads: Annotated[int, Meta(ge=1)]  # parts of a page that are hashed on their own
     adapter: str = ""
+    quantization: str = ""  # of weights when they were loaded; the model's digest depends on it
 
 
 def difference(theirs: Namespace, ours: Namespace) -> str:
     """Return in words what keeps a process from sharing our pages; "" if nothing does."""
-    for name in ("kv_dtype", *Namespace.__struct_fields__):  # the model's digest may depend on it, and says less
+    for name in ("kv_dtype", "quantization", *Namespace.__struct_fields__):  # the model's digest says less of them
         one, other = getattr(theirs, name), getattr(ours, name)
         if one == other:
             continue

@@ -23,6 +23,7 @@ from baton.errors import ModelError, NotEnoughMemory, UnsupportedModel
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
+from engine.checkpoint import rounding
 from engine.cpu import build, features, forward, huge_pages, numerics
 from engine.cpu.packed_linear import PackedLinears
 from engine.cpu.thread_pool import ThreadPool
@@ -46,7 +47,7 @@ from engine.runner import FinishedStep, Mover, PromptScores, StepHandle, Verifie
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
-from engine.spec import ModelSpec
+from engine.spec import QUANTIZED_AT_LOAD, ModelSpec
 from engine.step.batch import Batch, Chunk, Sampled, TokenDraw, flatten
 from kvstore.layout import INT8, PageLayout
 from kvstore.window_groups import NO_GROUPS
@@ -88,9 +89,12 @@ class Engine:
         pool: torch.Tensor,
         threads: int = 1,
         native: bool = True,
+        quantization: str = "",
     ) -> None:
-        """With `native`, kernels of our own do what they can do here; without, torch does everything."""
+        """With `native`, kernels of our own do what they can do here; without, torch does everything. `quantization` is
+        that of `load`."""
         self.config = config
+        self._quantization = quantization
         self.window = config.widest_window
         self.groups = NO_GROUPS
         self.layout = layout
@@ -148,6 +152,7 @@ class Engine:
         threads: int | None = None,
         native: bool = True,
         kv_cache_dtype: str = "auto",
+        quantization: str = "",
     ) -> Engine:
         """Load the checkpoint in the directory `path` and make a pool of `num_pages` empty pages. A function decides
         on their number when the weights are loaded.
@@ -155,7 +160,8 @@ class Engine:
         `dtype` "auto" is the checkpoint's own; `kv_cache_dtype`, that of the pages, is the same by "auto". `device`
         "auto" is cuda where there is one. Without `head` the engine makes pages and never tokens.
         `threads` None is one for each CPU of this process: the setting is torch's, so it holds for the whole process.
-        Without `native`, torch does all the work.
+        Without `native`, torch does all the work. `quantization` of the weights when they are loaded is int8, int4 or
+        none: they are those that `baton quantize` writes.
         Raises ModelError (ModelNotFound, UnsupportedModel, CorruptWeights), NotEnoughMemory, and StartupError for a
         CUDA device that is not here.
         """
@@ -165,18 +171,20 @@ class Engine:
         config = load_spec(path)
         kind, layout = dtype_of(config, dtype), layout_of(config, dtype, page_size, kv_cache_dtype)
         device = resolve_device(device)
-        maker = linear_maker(device, config if native else None)
+        if lack := quantization_lack(config, device, dtype, native, quantization):
+            raise UnsupportedModel(lack)
+        maker = linear_maker(device, config if native else None, quantization)
         try:
             loaded = weights.load(path, config, TORCH_DTYPES[kind], torch.device(device), head, maker)
         except torch.OutOfMemoryError as error:
             raise NotEnoughMemory(f"the weights don't fit into {device}: {error}") from error
         torch.cuda.empty_cache()  # what stacking parts of the weights has needed; nothing on a CPU
 
-        fingerprint = _fingerprint(loaded.fingerprint, kind, layout)
+        fingerprint = _fingerprint(loaded.fingerprint, kind, layout, quantization)
 
         def with_pages(count: int) -> Engine:
             pool = _make_pool(count, layout, device)
-            return cls(config, loaded.weights, fingerprint, layout, pool, threads, native)
+            return cls(config, loaded.weights, fingerprint, layout, pool, threads, native, quantization)
 
         engine = with_pages(num_pages if isinstance(num_pages, int) else num_pages(with_pages))
         _give_back()
@@ -251,12 +259,13 @@ class Engine:
         device, spec = self.pool.device, load_spec(path)
         if spec.canonical != self.config.canonical:
             raise UnsupportedModel(f"config.json in {path} is of another model than the one that is served")
-        maker = linear_maker(self.device, spec if self._threads is not None else None)
+        maker = linear_maker(self.device, spec if self._threads is not None else None, self._quantization)
         weights.check(path, spec, self._dtype, maker)
         del self._model, self._native
         loaded = weights.load(path, spec, self._dtype, device, self.has_lm_head, maker)
         self._compute_with(loaded.weights)
-        self.fingerprint = _fingerprint(loaded.fingerprint, str(self._dtype).removeprefix("torch."), self.layout)
+        dtype = str(self._dtype).removeprefix("torch.")
+        self.fingerprint = _fingerprint(loaded.fingerprint, dtype, self.layout, self._quantization)
         _give_back()
 
     def close(self) -> None:
@@ -369,12 +378,36 @@ def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores
     return output.sampled, output.scores, output.verified
 
 
-def linear_maker(device: str, spec: ModelSpec | None) -> LinearMaker:
+def linear_maker(device: str, spec: ModelSpec | None, quantization: str = "") -> LinearMaker:
     """What makes the products of a device: "cpu", "cuda", or one with a number. On a CPU, weights stay in few bits if
-    kernels of our own compute the model `spec`."""
+    kernels of our own compute the model `spec`. `quantization` is one that has no lack."""
     if device != "cpu":
         return PlainLinears()
-    return PackedLinears(groups=spec is not None and features.runs(spec) and build.can_compile())
+    groups = spec is not None and features.runs(spec) and build.can_compile()
+    return PackedLinears(groups=groups, bits=QUANTIZED_AT_LOAD.get(quantization, 0))
+
+
+def quantization_lack(spec: ModelSpec, device: str, dtype: str, native: bool, quantization: str) -> str:
+    """Return why our own engine can't quantize a model in this way when it loads it; "" if it can, or need not."""
+    if not quantization:
+        return ""
+    says, stored = f"model.quantization is {quantization}, and", spec.stored.method
+    if quantization not in QUANTIZED_AT_LOAD:
+        return f"{says} our own engine has {' and '.join(QUANTIZED_AT_LOAD)}"
+    if device != "cpu":
+        return f"{says} our own engine quantizes weights on CPUs only: leave it out, or take vLLM's runner"
+    if stored != "plain":
+        return f"{says} the checkpoint's weights are quantized already ({spec.stored}): leave it out"
+    if not native or not build.can_compile():
+        why = "there is no compiler, or no AVX2" if native else "model.native is false"
+        return f"{says} only our own kernels compute with such weights, and {why}: leave it out"
+    if not features.runs(spec):
+        return f"{says} our own kernels don't compute this model of the family {spec.family}: leave it out"
+    if dtype_of(spec, dtype) == "float16":
+        return f"{says} our own kernels compute in float32 and bfloat16, not in float16: set model.dtype"
+    if all(shape[1] % rounding.GROUP for _, _, shape in weights.matrices(spec)):
+        return f"{says} no product of the model has a multiple of {rounding.GROUP} inputs: leave it out"
+    return ""
 
 
 def dtype_of(config: ModelSpec, dtype: str) -> str:
@@ -394,12 +427,13 @@ def layout_of(config: ModelSpec, dtype: str, page_size: int, kv_cache_dtype: str
     return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, held)
 
 
-def _fingerprint(fingerprint: bytes, dtype: str, layout: PageLayout) -> bytes:
-    """The name of a model that is computed in `dtype`. If its pages hold another one, K and V differ by more than
-    rounding from those that were computed in the pages' own."""
-    if dtype == layout.dtype:
-        return fingerprint
-    return hashlib.blake2b(fingerprint + dtype.encode(), digest_size=len(fingerprint)).digest()
+def _fingerprint(fingerprint: bytes, dtype: str, layout: PageLayout, quantization: str) -> bytes:
+    """The name of a model that is computed in `dtype`, with weights that were quantized when they were loaded. If its
+    pages hold another dtype, K and V differ by more than rounding from those that were computed in the pages' own."""
+    for what in ("" if dtype == layout.dtype else dtype, quantization):
+        if what:
+            fingerprint = hashlib.blake2b(fingerprint + what.encode(), digest_size=len(fingerprint)).digest()
+    return fingerprint
 
 
 def _give_back() -> None:

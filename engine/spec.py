@@ -6,11 +6,15 @@ by these features whether it computes what a model needs.
 
 # pyright: strict
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Activation = Literal["silu", "gelu_tanh"]
+
+QUANTIZED_AT_LOAD: Mapping[str, int] = {"int8": 8, "int4": 4}
+"""Values of `model.quantization` that our own engine has, and the bits of a weight."""
 
 
 @dataclass(frozen=True)

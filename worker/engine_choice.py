@@ -20,6 +20,7 @@ from baton.config import Config
 from baton.errors import ConfigError, UnsupportedModel
 from baton.messages import WorkerRole
 from engine.device.gpus import VisibleGpus, resolve_device
+from engine.engine import quantization_lack
 from engine.models.config import load_spec
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
 
@@ -83,7 +84,7 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
         lack = lack or "its pages on a GPU have another form than those on a CPU, and roles differ in their devices"
     if config.pages.recompute_share:
         lack = lack or "pages.recompute_share is set, and only our own engine compares pages"
-    native, on_gpu = _setting_lack(config) or native_lack(path), set(devices) != {"cpu"}
+    native, on_gpu = _setting_lack(config) or native_lack(path, config, devices), set(devices) != {"cpu"}
     setting = "model.draft_model is set" if model.draft_model else "model.speculation is ngram"
     if model.speculation == "ngram" or model.draft_model:
         remedy = "leave it out" if model.draft_model else "set it to auto"
@@ -99,14 +100,16 @@ def _setting_lack(config: Config) -> str:
     return f"{setting}, and only vLLM's runner has that" if setting else ""
 
 
-def native_lack(path: Path) -> str:
-    """Return why our own engine can't serve the checkpoint; "" if it can. Raises ModelError for one that makes no
-    sense."""
+def native_lack(path: Path, config: Config, devices: Collection[str]) -> str:
+    """Return why our own engine can't serve the checkpoint on these devices; "" if it can. Raises ModelError for one
+    that makes no sense."""
+    model = config.model
     try:
-        load_spec(path)
+        spec = load_spec(path)
     except UnsupportedModel as error:
         return str(error)
-    return ""
+    lacks = (quantization_lack(spec, device, model.dtype, model.native, model.quantization) for device in devices)
+    return next(filter(None, lacks), "")
 
 
 def devices_of(config: Config, gpus: VisibleGpus) -> Mapping[WorkerRole, str]:
@@ -122,7 +125,7 @@ def engine_of(config: Config, path: Path, devices: Collection[str]) -> EngineCho
     ConfigError if vLLM's runner can't and `model.engine` or another setting asks for it."""
     choice = choose(engine_facts(config, path, devices, Installation.find()))
     if choice.engine is None:
-        if config.model.engine == "vllm" or _setting_lack(config):
+        if config.model.engine == "vllm" or config.model.quantization or _setting_lack(config):
             raise ConfigError(f"model.engine is {config.model.engine}, and {choice.why}")
         raise UnsupportedModel(choice.why)
     return choice

@@ -110,7 +110,10 @@ def _native(config: Config, role: WorkerRole) -> Engine:
         num_pages = pool_pages(_room_for(own.kv_cache_bytes.on_cpu), layout)
     else:
         weights = weight_bytes(
-            model, TORCH_DTYPES[dtype_of(model, config.model.dtype)], linear_maker(device, model), head
+            model,
+            TORCH_DTYPES[dtype_of(model, config.model.dtype)],
+            linear_maker(device, model, config.model.quantization),
+            head,
         )
         num_pages = _pages_on_gpu(device, own, weights, layout)
     settings = config.model
@@ -124,6 +127,7 @@ def _native(config: Config, role: WorkerRole) -> Engine:
         own.threads or None,
         settings.native,
         settings.kv_cache_dtype,
+        settings.quantization,
     )
 
 

@@ -136,7 +136,7 @@ class WorkerLoop:
         self.runner = runner
         self.adapters = WorkerAdapters(runner)
         mixed = config.model.numerics == MIXED
-        namespace = _namespace(runner, config.pages.page_size, MIXED if mixed else runner.numerics)
+        namespace = _namespace(runner, config, MIXED if mixed else runner.numerics)
         layout = runner.layout
         self.num_pages = runner.num_pages
         longest = min(runner.max_positions, config.model.max_model_len or runner.max_positions)
@@ -594,8 +594,9 @@ def _failed(plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFai
     return StepFailed(plan, f"{type(error).__name__}: {error}")
 
 
-def _namespace(runner: Runner, page_size: int, numerics: str) -> Namespace:
+def _namespace(runner: Runner, config: Config, numerics: str) -> Namespace:
     layout = runner.layout
     return Namespace(
-        runner.fingerprint, numerics, layout.dtype, page_size, layout.version, layout.form, layout.num_kv_heads
+        runner.fingerprint, numerics, layout.dtype, config.pages.page_size, layout.version, layout.form,
+        layout.num_kv_heads, quantization=config.model.quantization,
     )  # fmt: skip

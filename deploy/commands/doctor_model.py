@@ -68,7 +68,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
         *(Finding("bad", "files", "can't be served", str(problem)) for problem in report.problems),
         *(Finding("warn", "files", note) for note in report.notes),
         _device(config, device, gpus),
-        _native(spec, facts, choice),
+        _native(config, spec, facts, choice),
         _vllm(raw, installed, facts, choice),
         _page_size(config, raw, choice, device),
         *_memory(config, path, raw, spec, choice, device, gpus),
@@ -136,10 +136,13 @@ def _device(config: Config, device: str, gpus: VisibleGpus) -> Finding:
     return Finding("ok", "device", f"{device}, of {gpus}", metrics)
 
 
-def _native(spec: ModelSpec | None, facts: EngineFacts, choice: EngineChoice) -> Finding:
+def _native(config: Config, spec: ModelSpec | None, facts: EngineFacts, choice: EngineChoice) -> Finding:
     if facts.native_lack or spec is None:
         return Finding(_if_needed(choice), "our own engine", f"can't serve it: {facts.native_lack}")
-    return Finding("ok", "our own engine", f"can serve it: family {spec.family}, weights stored {spec.stored}")
+    form = f"weights stored {spec.stored}"
+    if at_load := config.model.quantization:
+        form += f", quantized to {at_load} when they are loaded"
+    return Finding("ok", "our own engine", f"can serve it: family {spec.family}, {form}")
 
 
 def _vllm(raw: Mapping[str, Any], installed: Installation | None, facts: EngineFacts, choice: EngineChoice) -> Finding:
@@ -187,7 +190,7 @@ def _memory(
     own = config.worker(role)
     weights = preflight.weight_bytes(path)
     if spec is not None and choice.engine == "native":
-        weights = _native_weights(config, spec, device)
+        weights = preflight.native_weight_bytes(config, spec, device)
     if not weights:
         yield Finding("bad", "memory", "the checkpoint has no *.safetensors", "Baton loads no other kind of weights")
         return
@@ -224,14 +227,6 @@ def _arena(config: Config, raw: Mapping[str, Any]) -> Iterator[Finding]:
     needed = size(2 * -(-longest // config.pages.page_size) * page).replace(" ", "")
     advice = f"prompts as long as that wait for each other; two of them fit with store.host_cache_bytes={needed}"
     yield Finding("warn", "arena", text, advice)
-
-
-def _native_weights(config: Config, spec: ModelSpec, device: str) -> int:
-    from engine.engine import dtype_of, linear_maker
-    from engine.models.memory import weight_bytes
-    from engine.models.weights import TORCH_DTYPES
-
-    return weight_bytes(spec, TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device, spec))
 
 
 def _page_bytes(config: Config, raw: Mapping[str, Any]) -> int | None:

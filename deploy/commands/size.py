@@ -49,6 +49,9 @@ def size(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Of pages: auto (as --dtype), one of the same, int8, or fp8, vLLM's runner only.")
     ] = "auto",
+    quantization: Annotated[
+        str, typer.Option(help="Of weights when they are loaded: int8 or int4, our own engine on CPUs only.")
+    ] = "",
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = Config().pages.page_size,
     tensor_parallel_size: Annotated[
@@ -67,6 +70,7 @@ def size(
     flags = {
         "model.dtype": dtype,
         "model.kv_cache_dtype": kv_cache_dtype,
+        "model.quantization": quantization,
         "model.tensor_parallel_size": tensor_parallel_size,
         "pages.page_size": page_size,
     }
@@ -113,7 +117,7 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
     The prefill worker's pages are those of one step. Raises ModelError for a dtype, InvalidRequest for a context that
     the model does not have, or ranks that can't share its KV heads evenly.
     """
-    from engine.engine import dtype_of, layout_of, linear_maker
+    from engine.engine import dtype_of, layout_of, linear_maker, quantization_lack
     from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
     from engine.models.weights import TORCH_DTYPES
 
@@ -126,7 +130,10 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
     layout = layout_of(spec, model.dtype, page_size, "auto" if held else model.kv_cache_dtype)
     layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks, dtype=held or layout.dtype)
     dtype, on_cpu = dtype_of(spec, model.dtype), runs_on_cpu(config, "decode")
-    kind, maker = TORCH_DTYPES[dtype], linear_maker("cpu" if on_cpu else "cuda", spec)
+    device = "cpu" if on_cpu else "cuda"
+    if lack := quantization_lack(spec, device, model.dtype, model.native, model.quantization):
+        raise InvalidRequest(lack)
+    kind, maker = TORCH_DTYPES[dtype], linear_maker(device, spec, model.quantization)
     weights = -(-weight_bytes(spec, kind, maker) // ranks)
     per_sequence = -(-context // page_size)
 
@@ -146,7 +153,7 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
         bound += f"; gpu_memory_utilization {utilization:g}"
     pages = max(0, left) // layout.page_bytes
     return Sizes(
-        _parameters(spec), dtype, layout.dtype, "cpu" if on_cpu else "cuda", ranks, context, concurrency,
+        _parameters(spec), dtype, layout.dtype, device, ranks, context, concurrency,
         layout.token_bytes, layout.page_bytes, per_sequence * concurrency, decode, prefill, memory.free, bound,
         pages // per_sequence, min(pages * page_size, spec.max_positions),
     )  # fmt: skip

@@ -74,7 +74,9 @@ def up(
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a sequence, at most.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences of a decode worker's step, at most.")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="Number format of KV pages, such as int8, or fp8 (vLLM).")] = "",
-    quantization: Annotated[str, typer.Option(help="Of weights when they are loaded, such as fp8 (vLLM, GPUs).")] = "",
+    quantization: Annotated[
+        str, typer.Option(help="Of weights when they are loaded: int8, int4, or fp8 (vLLM, GPUs).")
+    ] = "",
     tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks of each worker (vLLM).")] = None,
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="Ranks divide the experts (vLLM, GPUs).")

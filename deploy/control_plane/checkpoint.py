@@ -14,7 +14,7 @@ import msgspec
 
 from baton.checkpoint_files import read_object, text_settings
 from baton.config import Config
-from baton.errors import BatonError, ModelError
+from baton.errors import BatonError, ModelError, UnsupportedModel
 from baton.hosts import is_loopback
 from engine.device.gpus import resolve_device, visible_gpus
 from router.frontend.chat.template_process import environment
@@ -85,12 +85,14 @@ def _template_notes(template: ChatTemplate | None) -> Sequence[str]:
 
 
 def _native(config: Config, path: Path, device: str) -> Sequence[str]:
-    from engine.engine import dtype_of, linear_maker
+    from engine.engine import dtype_of, linear_maker, quantization_lack
     from engine.models import weights
     from engine.models.config import load_spec
 
-    spec = load_spec(path)
-    dtype, maker = weights.TORCH_DTYPES[dtype_of(spec, config.model.dtype)], linear_maker(device, spec)
+    spec, model = load_spec(path), config.model
+    if lack := quantization_lack(spec, device, model.dtype, model.native, model.quantization):
+        raise UnsupportedModel(lack)
+    dtype, maker = weights.TORCH_DTYPES[dtype_of(spec, model.dtype)], linear_maker(device, spec, model.quantization)
     _, notes = weights.check(path, spec, dtype, maker)
     return notes
 

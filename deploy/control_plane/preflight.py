@@ -32,6 +32,7 @@ from deploy.control_plane.reports import read_overview
 from deploy.control_plane.state_file import State
 from deploy.processes import session_members
 from engine.device.gpus import resolve_device, visible_gpus
+from engine.spec import QUANTIZED_AT_LOAD, ModelSpec
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
@@ -242,7 +243,7 @@ def _check_memory(config: Config, room: AvailableMemory) -> int:
     on_cpu = [(own, count) for role, own, count in roles if count and runs_on_cpu(config, role)]
     pools = sum(count * own.kv_cache_bytes.on_cpu for own, count in on_cpu)
     checkpoint = hub.cached(config.model.path) if on_cpu else None
-    weights = weight_bytes(checkpoint) if checkpoint else 0
+    weights = _loaded_bytes(config, checkpoint) if checkpoint else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     pools += decode * config.draft_cache_bytes
     draft = hub.cached(config.model.draft_model) if config.model.draft_model else None
@@ -420,6 +421,26 @@ def weight_bytes(path: Path) -> int:
     """Return the bytes of a checkpoint's weights; 0 if they are not on this machine."""
     files = [*path.glob("*.safetensors"), path / GGUF_FILE]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def native_weight_bytes(config: Config, spec: ModelSpec, device: str) -> int:
+    """Return the bytes of a model's weights as our own engine holds them. Imports torch. Raises ModelError."""
+    from engine.engine import dtype_of, linear_maker
+    from engine.models import memory
+    from engine.models.weights import TORCH_DTYPES
+
+    model = config.model
+    maker = linear_maker(device, spec, model.quantization)
+    return memory.weight_bytes(spec, TORCH_DTYPES[dtype_of(spec, model.dtype)], maker)
+
+
+def _loaded_bytes(config: Config, path: Path) -> int:
+    """Return the bytes of weights on a CPU: those of the files, unless they are quantized when they are loaded."""
+    if config.model.quantization not in QUANTIZED_AT_LOAD:
+        return weight_bytes(path)
+    from engine.models.config import load_spec
+
+    return native_weight_bytes(config, load_spec(path), "cpu")
 
 
 def _mib(size: int) -> str:

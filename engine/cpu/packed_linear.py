@@ -71,9 +71,10 @@ class PackedLinears:
 
     stacks_experts = False
 
-    def __init__(self, *, groups: bool = True) -> None:
+    def __init__(self, *, groups: bool = True, bits: int = 0) -> None:
         """Without `groups`, weights of few bits are made dense: where torch does the work that is faster."""
         self._groups = groups
+        self.bits = bits
 
     def keeps(self, groups: AffineGroups, dtype: torch.dtype) -> bool:
         return self._groups and dtype != torch.float16 and packed_groups.knows(groups)

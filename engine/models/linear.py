@@ -63,6 +63,11 @@ class LinearMaker(Protocol):
         """Whether a layer's experts are held in one tensor, because the host is not to know which of them are used."""
         ...
 
+    @property
+    def bits(self) -> int:
+        """What products are rounded to while they are loaded; 0: they stay as they are stored."""
+        ...
+
     def copies(self, dtype: torch.dtype) -> bool:
         """Whether a product holds a copy of its weight. Else a head that is tied to the embedding shares its memory."""
         ...
@@ -99,6 +104,7 @@ class PlainLinears:
     """Makes products that torch computes with the weights as they are."""
 
     stacks_experts = True
+    bits = 0
 
     def copies(self, dtype: torch.dtype) -> bool:
         return False

@@ -117,9 +117,8 @@ class _Writing:
 
     def _keep(self, name: str, matrix: torch.Tensor | AffineGroups, bits: int) -> float:
         """Round a matrix, or keep it if its inputs don't make whole groups. Return what was lost of it."""
-        weight = matrix.dense() if isinstance(matrix, AffineGroups) else matrix
-        if weight.dtype == torch.float32 and self._spec.dtype is not None:
-            weight = weight.to(weights.TORCH_DTYPES[self._spec.dtype])
+        dense = matrix.dense() if isinstance(matrix, AffineGroups) else matrix
+        weight = weights.as_published(self._spec, dense)
         if weight.shape[1] % self._group:
             self.tensors[f"{name}.weight"] = weight.clone()
             self.plain.append(name)

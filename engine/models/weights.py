@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from engine.checkpoint import formats
+from engine.checkpoint import formats, rounding
 from engine.checkpoint.formats.affine_groups import AffineGroups
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
 from engine.checkpoint.safetensors_reader import STORED, TensorFiles
@@ -156,6 +156,11 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
         head = formats.format_of(spec.stored.head or WeightSpec(), _HEAD)
         tensors |= head.stored(_HEAD, (spec.vocab_size, spec.hidden_size))
     return tensors
+
+
+def as_published(spec: ModelSpec, weight: torch.Tensor) -> torch.Tensor:
+    """Return numbers in the dtype of the model. A checkpoint may hold them in float32."""
+    return weight if spec.dtype is None or weight.dtype != torch.float32 else weight.to(TORCH_DTYPES[spec.dtype])
 
 
 def matrices(spec: ModelSpec) -> Iterator[tuple[int, str, Shape]]:
@@ -409,6 +414,10 @@ class _Assembly:
     def _matrix(self, stored: WeightSpec, matrix: _Matrix) -> Weight:
         weight = formats.read(stored, matrix.name, (matrix.out_size, matrix.in_size), self._take)
         bias = self._read(f"{matrix.name}.bias", (matrix.out_size,)) if matrix.bias else None
+        if self._maker.bits and not isinstance(weight, AffineGroups) and matrix.name != _HEAD:
+            weight = as_published(self._spec, weight)
+            if matrix.in_size % rounding.GROUP == 0:
+                weight = rounding.grouped(weight, self._maker.bits, rounding.GROUP)
         if not isinstance(weight, AffineGroups):
             return Dense(self._moved(weight), bias)
         if self._maker.keeps(weight, self._dtype):

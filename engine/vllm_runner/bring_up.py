@@ -19,6 +19,8 @@ from engine.vllm_runner.requirements import Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
 _BLOCKWISE = "BHLNC"  # a block is one range, KV heads outermost. Kernels for CUDA take it, those for a CPU don't
+_ONLINE = {"int8": "int8_per_channel_weight_only"}
+"""What vLLM calls a quantization of `model.quantization`, where it is another name."""
 _MLA_ON_CPU = {
     "attention_backend": "CPU_MLA",  # the same on every processor; AMX has another one with other bits
     # vLLM's own operation for rotary embeddings leaves the strided tensors of MLA as they are: wrong tokens, no error.
@@ -193,7 +195,7 @@ def engine_arguments(order: Load) -> dict[str, Any]:
     if order.ranks > 1:
         arguments["distributed_executor_backend"] = "mp"
     if order.quantization:
-        arguments["quantization"] = order.quantization
+        arguments["quantization"] = _ONLINE.get(order.quantization, order.quantization)
     if order.expert_parallel:
         arguments["enable_expert_parallel"] = True
     if order.max_model_len:

@@ -21,6 +21,7 @@ from baton.errors import ModelError
 from baton.messages import WorkerRole
 from engine.cpu.build import cpu_description
 from engine.models.config_file import ConfigFile
+from engine.spec import QUANTIZED_AT_LOAD
 from engine.vllm_runner import VLLM_VERSION, VLLM_VERSIONS, pages
 
 REGISTRY = "model_executor/models/registry.py"
@@ -86,7 +87,7 @@ def setting_that_needs_vllm(config: Config) -> str:
         return f"model.max_loras is {config.model.max_loras}"
     if config.model.kv_cache_dtype in pages.FP8:
         return f"model.kv_cache_dtype is {config.model.kv_cache_dtype}"
-    if config.model.quantization:
+    if config.model.quantization and config.model.quantization not in QUANTIZED_AT_LOAD:
         return f"model.quantization is {config.model.quantization}"
     if config.model.enable_expert_parallel:
         return "model.enable_expert_parallel is true"
@@ -135,6 +136,8 @@ def problem(
             f"vLLM {vllm.version} has no kernels for CPUs that gain from model.quantization ({quantization}): leave it "
             "out, or serve a quantized checkpoint"
         )
+    if quantization == "int4":
+        return "vLLM quantizes no weights to int4 when it loads them: serve a checkpoint that `baton quantize` makes"
     if device == "cpu" and expert_parallel:
         return f"vLLM {vllm.version} ends in a crash with model.enable_expert_parallel on a CPU: leave it out"
     if config is None:

@@ -9,11 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.config import load
+from baton.errors import InvalidRequest
 from bench import random_model
 from deploy.cli import app
-from deploy.commands import doctor_model
-from deploy.control_plane import checkpoint
+from deploy.commands import doctor_model, size
+from deploy.control_plane import checkpoint, preflight
+from engine.checkpoint import rounding
+from engine.cpu import build
 from engine.device.gpus import Gpu, VisibleGpus
+from engine.models.config import load_spec
 from engine.vllm_runner import TESTED_ARCHITECTURES, VLLM_VERSION, requirements
 from engine.vllm_runner.requirements import Installation
 from tests.support import checkpoints
@@ -196,3 +200,31 @@ def test_a_cluster_of_one_machine_is_told_its_engine_and_why(model: Path, monkey
     assert notes[0] == "the engine is our own: our own engine can serve the model, and it is exact and fast on a CPU"
     elsewhere = load(overrides={"model.path": str(model), "router.host": "192.0.2.1", "api.insecure": True})
     assert checkpoint.check(elsewhere)[0] == elsewhere
+
+
+@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: refused there")
+def test_weights_that_are_quantized_when_they_are_loaded(model: Path, doctor: Doctor):
+    _, plain = doctor(model)
+    code, report = doctor(model, "--set", "model.quantization=int4")
+    assert (code, report["engine"]) == (0, "native")
+    assert "quantized to int4 when they are loaded" in finding(report, "our own engine")["found"]
+    assert finding(report, "memory")["found"] != finding(plain, "memory")["found"]
+    changed(model, quantization_config=rounding.settings(8, 128, None, []))
+    code, report = doctor(model, "--set", "model.quantization=int4")
+    assert (code, report["engine"]) == (1, None)
+    assert "model.quantization is int4" in finding(report, "our own engine")["advice"] + report["why"]
+    assert "quantized already" in report["why"]
+
+
+@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: refused there")
+def test_the_sizes_of_quantized_weights(model: Path):
+    sizes: dict[str, int] = {}
+    for form in ("", "int8", "int4"):
+        result = CliRunner().invoke(app, ["size", str(model), "--device", "cpu", "--quantization", form, "--json"])
+        sizes[form] = json.loads(result.stdout)["decode"]["weights"]
+        config = load(None, {"model.path": str(model), "model.device": "cpu", "model.quantization": form})
+        assert sizes[form] == preflight.native_weight_bytes(config, load_spec(model), "cpu")
+    assert sizes[""] > sizes["int8"] > sizes["int4"]
+    refused = load(None, {"model.device": "cuda", "model.quantization": "int8"})
+    with pytest.raises(InvalidRequest, match="quantizes weights on CPUs only"):
+        size.compute(refused, load_spec(model), 64, 1, 2**30)

@@ -49,6 +49,7 @@ def all_matrices(path: Path) -> dict[str, torch.Tensor]:
 
     class Maker:
         stacks_experts = False
+        bits = 0
 
         def copies(self, dtype: torch.dtype) -> bool:
             return True

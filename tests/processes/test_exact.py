@@ -14,6 +14,8 @@ from deploy.local import LocalCluster
 from engine.cpu import build
 from engine.engine import Engine, layout_of
 from engine.models.config import load_spec
+from engine.models.quantize import quantize
+from engine.spec import QUANTIZED_AT_LOAD
 from engine.step.batch import Chunk, TokenDraw
 from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
@@ -36,6 +38,10 @@ RUNS = cases(
         ("mixtral", "1P+1D"),
         ("qwen3-moe", "2P+2D"),
     ],
+)
+QUANTIZED = cases(
+    [(form, shape) for form in QUANTIZED_AT_LOAD for shape in SHAPES],
+    [("int8", "1P+1D"), ("int8", "colocated"), ("int4", "2P+2D")],
 )
 PROMPTS = workload.prompts()
 _LONG = 100  # tokens, several times a window
@@ -164,6 +170,25 @@ def test_a_hand_off_in_int8_has_the_tokens_of_one_worker(checkpoint: Callable[[s
         eventually(
             lambda: metric(cluster, "decode-0", "bytes_copied_total", direction="in") == moved, what="bytes in int8"
         )
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: refused there")
+@pytest.mark.parametrize(("form", "shape"), QUANTIZED)
+def test_a_cluster_that_quantizes_at_load_has_the_tokens_of_the_quantized_checkpoint(
+    form: str, shape: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, prompts = checkpoint("wide-llama"), PROMPTS[::3]
+    quantize(path, tmp_path / "written", QUANTIZED_AT_LOAD[form], 128, False, lambda _: None)
+    alone = Engine.load(tmp_path / "written", "float32", "cpu", 160, 16, head=True, threads=1)
+    prefill, decode, split = SHAPES[shape]
+    more = {"model.quantization": form, "router.disaggregation": split, "router.queue_timeout_ms": 300_000}
+    with LocalCluster(workload.settings(path, prefill, decode, **more), tmp_path) as cluster:
+        answers = workload.ask_all(cluster.address, prompts)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            alone.step([Chunk(prompt[:-1], 0, range(160))] if len(prompt) > 1 else [])
+            assert list(answer.token_ids) == _greedy(alone, prompt, range(160))
+        assert split != "always" or any(answer.work.pages_fetched for answer in answers)
 
 
 @pytest.mark.technique("Paged KV cache")
