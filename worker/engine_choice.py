@@ -22,7 +22,7 @@ from baton.messages import WorkerRole
 from engine.device.gpus import VisibleGpus, resolve_device
 from engine.engine import quantization_lack
 from engine.models.config import load_spec
-from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
+from engine.vllm_runner.requirements import Installation, problem, proposals_lack, setting_that_needs_vllm
 
 Name = Literal["native", "vllm"]
 
@@ -85,11 +85,12 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     if config.pages.recompute_share:
         lack = lack or "pages.recompute_share is set, and only our own engine compares pages"
     native, on_gpu = _setting_lack(config) or native_lack(path, config, devices), set(devices) != {"cpu"}
-    setting = "model.draft_model is set" if model.draft_model else "model.speculation is ngram"
     if model.speculation == "ngram" or model.draft_model:
+        setting = "model.draft_model is set" if model.draft_model else "model.speculation is ngram"
         remedy = "leave it out" if model.draft_model else "set it to auto"
-        unverified = f"{setting}, and only our own kernels on CPUs verify proposals; {remedy}"
-        lack = lack or unverified
+        unverified = proposals_lack(text_settings(raw), on_gpu=on_gpu, exact=model.numerics == "exact")
+        lack = lack or (f"{setting}, and {unverified}; {remedy}" if unverified else "")
+        unverified = f"{setting}, and of our own kernels only those for CPUs verify proposals; {remedy}"
         native = native or (unverified if on_gpu or not model.native else "")
     return EngineFacts(model.engine, native, lack, on_gpu=on_gpu)
 

@@ -135,6 +135,7 @@ class WorkerLoop:
         self.next_weights = ""  # and the checkpoint whose weights it is to load
         self.runner = runner
         self.adapters = WorkerAdapters(runner)
+        self.speculates = _speculates(config, runner)
         mixed = config.model.numerics == MIXED
         namespace = _namespace(runner, config, MIXED if mixed else runner.numerics)
         layout = runner.layout
@@ -307,7 +308,7 @@ class WorkerLoop:
 
     @property
     def most_steps(self) -> int:
-        return 2 if self._role == "decode" and self.runner.launches_ahead else 1
+        return 2 if self._role == "decode" and self.runner.launches_ahead and not self.speculates else 1
 
     def now(self) -> float:
         return self.clock.now()
@@ -592,6 +593,14 @@ def _failed(plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFai
     requests = ",".join(name.request for name in plan)
     log.error("request=%s a step failed", requests, exc_info=error)
     return StepFailed(plan, f"{type(error).__name__}: {error}")
+
+
+def _speculates(config: Config, runner: Runner) -> bool:
+    """Whether its steps verify proposals. A step ahead would have to know what is accepted, so where a runner has steps
+    ahead, these are given up only for a setting that asks for proposals."""
+    opted_in = config.model.speculation == "ngram" or config.model.draft_model
+    verifies = runner.verifies and (opted_in or not runner.launches_ahead)
+    return config.model.speculation != "off" and bool(verifies)
 
 
 def _namespace(runner: Runner, config: Config, numerics: str) -> Namespace:

@@ -25,7 +25,6 @@ from baton.samples import Sample
 from decode_worker.draft_model import DraftModel
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
-from engine.runner import Runner
 from prefill_worker.scheduler import PrefillScheduler, PrefillStats
 from worker import draft
 from worker.load_runner import load, reload
@@ -112,7 +111,6 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
 
 
 def _serve_decode(worker: WorkerLoop, config: Config, drafter: DraftModel | None, stop: threading.Event) -> None:
-    speculates = _speculates(config, worker.runner)
     state = DecodeScheduler(
         config.decode,
         config.pages.page_size,
@@ -127,17 +125,12 @@ def _serve_decode(worker: WorkerLoop, config: Config, drafter: DraftModel | None
         fixed_borders=worker.runner.fixed_borders,
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
-        proposer=NgramProposer if speculates and config.model.speculation != "draft" else None,
-        draft_model=drafter if speculates else None,
+        proposer=NgramProposer if worker.speculates and config.model.speculation != "draft" else None,
+        draft_model=drafter if worker.speculates else None,
         verify_all=config.model.speculation in ("ngram", "draft"),
         no_kv_windows=worker.runner.no_kv_windows,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
-
-
-def _speculates(config: Config, runner: Runner) -> bool:
-    """Whether its steps verify proposals. A runner with steps ahead would have to know what is accepted."""
-    return config.model.speculation != "off" and runner.verifies and not runner.launches_ahead
 
 
 def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:

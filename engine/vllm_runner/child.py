@@ -67,7 +67,7 @@ class Child:
         from engine.vllm_runner.steps import Steps
 
         torch.set_num_threads(max(1, order.threads // order.ranks))
-        self._null = NULL_BLOCKS
+        self._null, self._exact_rows = NULL_BLOCKS, order.companion
         self._duplicates = Fence()
         with lacks_of_memory():
             self._config, executor, self._context, self._windows = bring_up(order)
@@ -94,7 +94,7 @@ class Child:
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
             copies_beside=self.shape["beside"], window_groups=len(self._windows) - 1, window=max(self._windows),
-            states=self._states,
+            states=self._states, verifies=self.shape["verifies"] and self._exact_rows and not self._states,
         )  # fmt: skip
 
     def copy_beside(self) -> None:

@@ -23,7 +23,8 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
-_MODEL_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+_MODEL_RUNNER = {SECOND_RUNNER: "0"}
 """The first of vLLM's two model runners, unless the user's environment says otherwise. The second is vLLM's default on
 a GPU. It runs the same steps; its kernels are Triton's, which vLLM's build for CPUs does not have."""
 

@@ -4,6 +4,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice, takewhile
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from engine.sampling.sampler import Sampler, sampler_for
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.messages import Row
 
-_LARGEST_DRAW = TokenDraw(temperature=1.0, top_p=0.9, logprobs=20)
+_LARGEST_DRAW = Row(0, False, [0], 0, (), (), TokenDraw(temperature=1.0, top_p=0.9, logprobs=20))
 
 
 class BatonDraw(ABC):
@@ -22,8 +23,9 @@ class BatonDraw(ABC):
     def __init__(self, runner: Any) -> None:
         self._runner, self._own = runner, runner.sampler
         self._sampler: Sampler = sampler_for(runner.device)
-        self.draws: Mapping[str, tuple[TokenDraw, int]] = {}  # of the step, by request: and the new token's position
-        self.drawn: dict[str, Sampled] = {}
+        self.rows: Mapping[str, Row] = {}  # of the step, by request
+        self.drawn: dict[str, Sequence[Sampled]] = {}
+        self.hidden: torch.Tensor | None = None  # of the step, [tokens, hidden], if more than its last rows count
         self.measured = True
         """vLLM measures the memory of steps, and warms up: each row has the draw that takes most."""
 
@@ -36,27 +38,45 @@ class BatonDraw(ABC):
     def names(self) -> Sequence[str]:
         """The requests of the step that has run its model, in the order of their tokens."""
 
-    def score(self, hidden: torch.Tensor, row: Row, first: int) -> list[PromptTokenLogprob]:
-        """Log-probabilities of a row's targets. `hidden` is [tokens, hidden] of the step, `first` the row's first."""
-        begin = first + row.first
-        logits = self._runner.model.compute_logits(hidden[begin : begin + len(row.targets)])
-        return self._sampler.score(logits, row.targets, row.top)
+    def scores(self) -> Mapping[str, list[PromptTokenLogprob]]:
+        """Return the log-probabilities of the targets of rows, by request."""
+        scores: dict[str, list[PromptTokenLogprob]] = {}
+        for name, end in self._ends().items() if self.hidden is not None else ():
+            if (row := self.rows[name]).targets:
+                begin = end - len(row.tokens) + row.first
+                logits = self._logits(list(range(begin, begin + len(row.targets))))
+                scores[name] = self._sampler.score(logits, row.targets, row.top)
+        return scores
+
+    def _ends(self) -> Mapping[str, int]:
+        """Where the tokens of each request end in the step."""
+        return dict(zip(self.names, accumulate(len(self.rows[name].tokens) for name in self.names), strict=True))
+
+    def _logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The logits after these tokens of the step."""
+        assert self.hidden is not None
+        return self._runner.model.compute_logits(self.hidden[tokens])
 
     def _tokens(self, logits: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        """Draw from `logits`, [requests, vocab], the rows of `names` that have a draw. Return [requests] on their
-        device."""
+        """Draw for the rows of `names` that have a draw: from `logits`, [requests, vocab], or where there are proposals
+        from the logits of each of their rows. Return [requests, tokens] on their device, with -1 behind the last."""
         if self.measured:
             names = list(map(str, range(len(logits))))
-            self.draws = dict.fromkeys(names, (_LARGEST_DRAW, 1))
-        rows = [row for row, name in enumerate(names) if name in self.draws]
-        tokens = torch.zeros(len(names), dtype=torch.int64, device=logits.device)
+            self.rows = dict.fromkeys(names, _LARGEST_DRAW)
+        rows = {name: row for name in names if (row := self.rows[name]).draw is not None}
         if rows:
-            chosen = logits if len(rows) == len(names) else logits[rows]
-            draws = [self.draws[names[row]] for row in rows]
-            sampled = self._sampler.sample(chosen, [draw for draw, _ in draws], [at for _, at in draws], None)
-            self.drawn = {names[row]: one for row, one in zip(rows, sampled, strict=True)}
-            tokens[rows] = torch.tensor([one.token for one in sampled], dtype=torch.int64, device=logits.device)
-        return tokens
+            if any(row.verify for row in rows.values()):
+                ends = self._ends()
+                logits = self._logits([at for name, row in rows.items() for at in row.drawn_after(ends[name])])
+            elif len(rows) < len(names):
+                logits = logits[[at for at, name in enumerate(names) if name in rows]]
+            draws = [draw for row in rows.values() for draw in row.draws]
+            sampled = iter(self._sampler.sample(logits, [draw for _, draw in draws], [at for at, _ in draws], None))
+            self.drawn = {name: _counting(row, list(islice(sampled, len(row.draws)))) for name, row in rows.items()}
+        tokens = [[one.token for one in self.drawn[name]] if name in rows else [0] for name in names]
+        widest = max(map(len, tokens), default=1)
+        filled = [each + [-1] * (widest - len(each)) for each in tokens]
+        return torch.tensor(filled, dtype=torch.int64, device=logits.device)
 
 
 class FirstDraw(BatonDraw):
@@ -70,7 +90,7 @@ class FirstDraw(BatonDraw):
         from vllm.v1.outputs import SamplerOutput
 
         tokens = self._tokens(logits, self.names)
-        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32).unsqueeze(1), logprobs_tensors=None)
+        return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=None)
 
 
 class SecondDraw(BatonDraw):
@@ -85,15 +105,23 @@ class SecondDraw(BatonDraw):
 
         names: Sequence[str] = input_batch.req_ids
         counts = torch.tensor(
-            [self.measured or name in self.draws for name in names], dtype=torch.int32, device=logits.device
+            [self.measured or self.rows[name].draw is not None for name in names],
+            dtype=torch.int32,
+            device=logits.device,
         )
         return SamplerOutput(
-            sampled_token_ids=self._tokens(logits, names).unsqueeze(1),
+            sampled_token_ids=self._tokens(logits, names),
             logprobs_tensors=None,
             num_nans=None,
             num_sampled=counts,
             num_rejected=torch.zeros_like(counts),
         )
+
+
+def _counting(row: Row, drawn: Sequence[Sampled]) -> Sequence[Sampled]:
+    """Of the tokens drawn for a row, those up to the first that is not the proposal after it."""
+    pairs = zip(drawn, row.proposals, strict=False)
+    return drawn[: 1 + sum(1 for _ in takewhile(lambda pair: pair[0].token == pair[1], pairs))]
 
 
 def make_draw(runner: Any, *, second: bool) -> BatonDraw:

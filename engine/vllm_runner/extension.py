@@ -17,7 +17,7 @@ from baton.errors import UnsupportedModel
 from baton.messages import PromptTokenLogprob
 from engine.cuda.copies import CudaCopies
 from engine.cuda.mover import OverlappedMover
-from engine.step.batch import Sampled, TokenDraw
+from engine.step.batch import Sampled
 from engine.vllm_runner.draw import make_draw
 from engine.vllm_runner.leftovers import unlink_shared_memory
 from engine.vllm_runner.messages import Row
@@ -68,6 +68,7 @@ class BatonExtension:
         self.baton_draw.measured = False
         return {
             "beside": self._baton_mover is not None,
+            "verifies": not (self.use_v2_model_runner or latent),  # rows of latents take another kernel than a single
             "num_layers": len(caches),
             "num_kv_heads": heads,
             "page_size": page_size,
@@ -132,21 +133,21 @@ class BatonExtension:
         order: Any,
         fresh: Sequence[int],
         states: Sequence[tuple[int, int]],
-        draws: Mapping[str, tuple[TokenDraw, int]],
-        scored: Mapping[str, Row],
-        lengths: Mapping[str, int],
-    ) -> tuple[Mapping[str, Sampled], Mapping[str, list[PromptTokenLogprob]]]:
-        """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute, score the rows `scored`,
-        draw. Return the tokens and the scores by request. Every rank does all of it: a draw is a pure function of
-        logits that all ranks have."""
+        rows: Mapping[str, Row],
+    ) -> tuple[Mapping[str, Sequence[Sampled]], Mapping[str, list[PromptTokenLogprob]]]:
+        """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute the rows, score, draw. Return
+        the tokens and the scores by request. Every rank does all of it: a draw is a pure function of logits that all
+        ranks have."""
         self.baton_zero(fresh)
         for source, dest in states:
             self.baton_duplicate(source, dest)
         draw = self.baton_draw
-        draw.draws, draw.drawn = draws, {}
+        draw.rows, draw.drawn, draw.hidden = rows, {}, None
         try:
             output = self.execute_model(order)
-            scores = self._baton_scores(scored, lengths) if scored else {}
+            if any(row.targets or row.verify for row in rows.values()):
+                draw.hidden = self.model_runner.execute_model_state.hidden_states
+            scores = draw.scores()
             if output is None:
                 output = self.sample_tokens(None)
             if hasattr(output, "get_output"):
@@ -155,19 +156,6 @@ class BatonExtension:
             self.model_runner.execute_model_state = None
             raise
         return draw.drawn, scores
-
-    def _baton_scores(
-        self, scored: Mapping[str, Row], lengths: Mapping[str, int]
-    ) -> Mapping[str, list[PromptTokenLogprob]]:
-        """Score prompt tokens, between the forward pass and the draw. `lengths`: tokens of each row."""
-        hidden = self.model_runner.execute_model_state.hidden_states
-        scores: dict[str, list[PromptTokenLogprob]] = {}
-        at = 0
-        for name in self.baton_draw.names:
-            if name in scored:
-                scores[name] = self.baton_draw.score(hidden, scored[name], at)
-            at += lengths[name]
-        return scores
 
     def _baton_checksums(self, slot: int) -> list[int]:
         return head_checksums(self._baton_arena.slot(slot)[self._baton_part], self._baton_blocks.shape[1])

@@ -17,7 +17,8 @@ class Row(Struct, frozen=True, gc=False):
     """One chunk. `name` is the runner's own for the sequence. With `appends`, the sequence goes on from its last step:
     its token is the one that was drawn, and `pages` are those it has more than then. Else it is new to vLLM, and
     `pages` are all of it. `window_pages` are those of the other groups of layers, side by side for each page. With
-    `follows`, its token is the one drawn for that row of the step before, and `tokens` has a 0 in its place."""
+    `follows`, its token is the one drawn for that row of the step before, and `tokens` has a 0 in its place. With
+    `verify`, its last tokens are proposals, as those of a `Chunk` are."""
 
     name: int
     appends: bool
@@ -33,6 +34,26 @@ class Row(Struct, frozen=True, gc=False):
     reported: bool = True  # so is its draw; else it is made because vLLM makes one
     adapter: int = 0  # number of its LoRA adapter, from 1; 0: the plain model
     window_pages: Sequence[int] = ()
+    verify: Sequence[TokenDraw] = ()
+
+    @property
+    def known(self) -> Sequence[int]:
+        """Its tokens without proposals."""
+        return self.tokens[: len(self.tokens) - len(self.verify)]
+
+    @property
+    def proposals(self) -> Sequence[int]:
+        return self.tokens[len(self.tokens) - len(self.verify) :]
+
+    @property
+    def draws(self) -> Sequence[tuple[int, TokenDraw]]:
+        """Its draws in order, each with the position of the token drawn; none without `draw`."""
+        first = self.start + len(self.known)
+        return [] if self.draw is None else list(enumerate((*self.verify, self.draw), first))
+
+    def drawn_after(self, end: int) -> Sequence[int]:
+        """The tokens of a step after which it draws, if its own end before `end`."""
+        return range(end - len(self.draws), end)
 
 
 class Load(Struct, frozen=True, tag=True):
@@ -143,13 +164,14 @@ class Loaded(Struct, frozen=True, tag=True):
     window_groups: int = 0  # groups of layers with a window, each with pages of its own
     window: int = 0  # of these, tokens
     states: bool = False  # their pages are recurrent states
+    verifies: bool = False  # rows may have proposals
 
 
 class Drawn(Struct, frozen=True, tag=True):
-    """A step has run. For each row the token drawn, or none; and by number of the row what it scored. A row that
-    follows one without a token was left out."""
+    """A step has run. For each row the tokens drawn, up to the first that is not the proposal after it; and by number
+    of the row what it scored. A row that follows one without a token was left out."""
 
-    sampled: Sequence[Sampled | None]
+    sampled: Sequence[Sequence[Sampled]]
     scores: Mapping[int, Sequence[PromptTokenLogprob]]
     seconds: float
 

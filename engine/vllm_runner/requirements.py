@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,6 +24,7 @@ from engine.cpu.build import cpu_description
 from engine.models.config_file import ConfigFile
 from engine.spec import QUANTIZED_AT_LOAD
 from engine.vllm_runner import VLLM_VERSION, VLLM_VERSIONS, pages
+from engine.vllm_runner.child_environment import SECOND_RUNNER
 
 REGISTRY = "model_executor/models/registry.py"
 """Where vLLM lists the architectures that it serves, below its package."""
@@ -95,6 +97,21 @@ def setting_that_needs_vllm(config: Config) -> str:
     for role in roles:
         if (ranks := config.ranks_of(role)) > 1:
             return f"{role}.tensor_parallel_size is {ranks}"
+    return ""
+
+
+def proposals_lack(text: Mapping[str, Any], *, on_gpu: bool, exact: bool) -> str:
+    """Return why steps of a model with these settings can't verify proposals; "" if they can."""
+    if on_gpu:
+        return "on a GPU proposals are not verified"
+    if os.environ.get(SECOND_RUNNER, "0") != "0":
+        return f"vLLM's second model runner ({SECOND_RUNNER}) verifies no proposals of Baton's"
+    if not exact:
+        return "model.numerics is mixed, where rows of proposals may have other bits than single rows"
+    if pages.latent_width(text):
+        return "latents (MLA) of several rows are computed by other kernels than those of one"
+    if text.get("model_type") == pages.WITH_STATES:
+        return "recurrent states can't go back behind a wrong proposal"
     return ""
 
 

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from types import MappingProxyType
@@ -103,7 +104,6 @@ class VllmRunner:
     has_lm_head = True
     overlaps = True
     launches_ahead = True
-    verifies = False
     no_kv_windows = "vLLM attends to every page of a context"
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
@@ -145,6 +145,7 @@ class VllmRunner:
         self.vocab_size = loaded.vocab_size
         self.max_positions = loaded.max_positions
         self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
+        self.verifies = loaded.verifies
         self._process, self._folder = process, folder
         self._child = self._copies = ChildLink(link)
         self._duplicates = 0  # orders
@@ -298,7 +299,7 @@ class VllmRunner:
         gone = [self._gone.popleft() for _ in range(len(self._gone))]  # not the rows that this step alone has
         rows = [self._row(chunk) for chunk in chunks]
         known = [self._known.get(chunk.pages) if isinstance(chunk.pages, BlockTable) else None for chunk in chunks]
-        masks = [draw.mask for chunk in chunks if (draw := chunk.sample) is not None and draw.mask is not None]
+        masks = [draw.mask for chunk in chunks for _, draw in chunk.draws if draw.mask is not None]
         under_way = self._masks.start(masks) if masks else None
 
         def step() -> Step:
@@ -306,7 +307,7 @@ class VllmRunner:
                 self._masks.wait(under_way)
             return Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
 
-        return RunningStep(self._child.order(step), known)
+        return RunningStep(self._child.order(step), list(zip(chunks, known, strict=True)))
 
     def add_adapter(self, name: str, path: str) -> AdapterCard:
         order, most = self._order, self._order.max_loras
@@ -421,7 +422,7 @@ class VllmRunner:
             and chunk.sample is not None
             and known.end == chunk.start
             and not (self.groups.states and chunk.start % self.layout.page_size == 0)  # its state moves on
-            and (chunk.follows is not None or (known.token is not None and list(chunk.tokens) == [known.token]))
+            and (chunk.follows is not None or list(chunk.tokens[: chunk.known - chunk.start]) == [known.token])
             and pages[: len(known.pages)] == known.pages
             and window_pages[: len(known.window_pages)] == known.window_pages
         )
@@ -466,22 +467,21 @@ def _end(process: ChildProcess) -> None:
 
 
 def _with_draw(row: Row, chunk: Chunk) -> Row:
-    draw = chunk.sample
-    if draw is None or (draw.mask is not None and not draw.mask.ready):
-        return row if not row.appends else _late(row)
-    return msgspec.structs.replace(row, draw=draw)
-
-
-def _late(row: Row) -> Row:
-    """A row whose mask is late draws some token, which is not told."""
-    return msgspec.structs.replace(row, draw=TokenDraw(temperature=0.0), reported=False)
+    """A row with its draws, up to the first whose mask is late: the proposals after that are left out."""
+    draws = [draw for _, draw in takewhile(lambda each: each[1].mask is None or each[1].mask.ready, chunk.draws)]
+    tokens = row.tokens[: len(row.tokens) - len(chunk.verify) + max(0, len(draws) - 1)]
+    if draws:
+        return msgspec.structs.replace(row, tokens=tokens, draw=draws[-1], verify=draws[:-1])
+    # To go on it has to draw some token, which is not told.
+    draw = TokenDraw(temperature=0.0) if row.appends else None
+    return msgspec.structs.replace(row, tokens=tokens, draw=draw, reported=not row.appends)
 
 
 class RunningStep:
     """A step that the child was sent."""
 
-    def __init__(self, pending: Pending, known: Sequence[_Known | None]) -> None:
-        self._pending, self._known = pending, known
+    def __init__(self, pending: Pending, chunks: Sequence[tuple[Chunk, _Known | None]]) -> None:
+        self._pending, self._chunks = pending, chunks
 
     def done(self) -> bool:
         return self._pending.done
@@ -492,10 +492,18 @@ class RunningStep:
             kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
             raise kind(f"vLLM: {answer.kind}: {answer.message}")
         assert isinstance(answer, Drawn)
-        for known, sampled in zip(self._known, answer.sampled, strict=True):
+        last: list[Sampled | None] = []
+        verified: dict[int, Sequence[Sampled | None]] = {}
+        for number, ((chunk, known), drawn) in enumerate(zip(self._chunks, answer.sampled, strict=True)):
             if known is not None:
-                known.token = sampled.token if sampled is not None else None
-        return StepResults(list[Sampled | None](answer.sampled), answer.scores, answer.seconds)
+                known.token = drawn[-1].token if drawn else None
+            if known is not None and chunk.verify:
+                known.end = chunk.known + len(drawn) - 1
+            rows = [*drawn, *[None] * (1 + len(chunk.verify) - len(drawn))]
+            last.append(rows[-1])
+            if chunk.verify:
+                verified[number] = rows[:-1]
+        return StepResults(last, answer.scores, answer.seconds, verified)
 
 
 def _numerics(device: str, order: Load) -> str:

@@ -46,13 +46,13 @@ class Steps:
         for row in step.gone:
             self._forget(row)
         rows = self._with_tokens(step.rows)
-        sampled: list[Sampled | None] = [None] * len(step.rows)
+        sampled: list[Sequence[Sampled]] = [()] * len(step.rows)
         scores: dict[int, list[PromptTokenLogprob]] = {}
         if rows or self._left:
             names, drawn = self._run(rows, scores)
             for (number, row), name in zip(rows.items(), names, strict=True):
-                sampled[number] = drawn.get(name) if row.reported else None
-        self._drawn = [None if one is None else one.token for one in sampled]
+                sampled[number] = drawn.get(name, ()) if row.reported else ()
+        self._drawn = [each[-1].token if each else None for each in sampled]
         return Drawn(sampled, scores, time.perf_counter() - began)
 
     def add_adapter(self, number: int, name: str, path: str) -> None:
@@ -81,33 +81,30 @@ class Steps:
 
     def _run(
         self, numbered: Mapping[int, Row], scores: dict[int, list[PromptTokenLogprob]]
-    ) -> tuple[list[str], Mapping[str, Sampled]]:
+    ) -> tuple[list[str], Mapping[str, Sequence[Sampled]]]:
         """Run these rows. Return their names, and by name the tokens drawn; add to the scores by number."""
         rows = [*numbered.values(), *[self._companion_row] * (self._companion and len(numbered) == 1)]
         try:
             order, names = self._order(rows)
-            named = list(zip(names, rows, strict=True))
             answers = self._ranks.call(
                 "baton_step",
                 order,
                 [page + NULL_BLOCKS for row in rows for page in row.fresh],
                 [copy for row in rows for copy in self._state_copies(row)],
-                {name: (row.draw, row.start + len(row.tokens)) for name, row in named if row.draw is not None},
-                {name: row for name, row in named if row.targets},
-                {name: len(row.tokens) for name, row in named},
+                dict(zip(names, rows, strict=True)),
             )
             drawn, scored = self._ranks.agreed(answers, _tokens)
         except BaseException:
             for row in rows:
                 self._forget(row.name)
             raise
-        names = names[: len(numbered)]
-        scores |= {number: scored[name] for number, name in zip(numbered, names, strict=True) if name in scored}
-        for row in rows:
+        for row, name in zip(rows, names, strict=True):
             if row.draw is None:
                 self._forget(row.name)  # it comes back as new: vLLM knows one token that is none
             else:
-                self._outputs[row.name] += 1
+                self._outputs[row.name] += len(drawn[name])
+        names = names[: len(numbered)]
+        scores |= {number: scored[name] for number, name in zip(numbered, names, strict=True) if name in scored}
         return names, drawn
 
     def _order(self, rows: Sequence[Row]) -> tuple[Any, list[str]]:
@@ -134,7 +131,7 @@ class Steps:
                 name = self._names[row.name] = f"{row.name}-{self._named}"
                 self._outputs[row.name] = 0
                 # Where nothing is drawn there is one token more than is computed, so that vLLM forgets its draw.
-                tokens = [0] * row.start + list(row.tokens) + ([] if row.draw is not None else [0])
+                tokens = [0] * row.start + list(row.known) + ([] if row.draw is not None else [0])
                 parameters = SamplingParams(temperature=0.0, max_tokens=1 << 20)
                 new.append(
                     NewRequestData(
@@ -157,7 +154,9 @@ class Steps:
             scheduled_cached_reqs=cached,
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
-            scheduled_spec_decode_tokens={},
+            scheduled_spec_decode_tokens={
+                name: list(row.proposals) for name, row in zip(names, rows, strict=True) if row.verify
+            },
             scheduled_encoder_inputs={},
             finished_req_ids=left,
             free_encoder_mm_hashes=[],
@@ -186,5 +185,5 @@ class Steps:
             self._outputs.pop(row, None)
 
 
-def _tokens(answer: tuple[Mapping[str, Sampled], object]) -> dict[str, int]:
-    return {name: sampled.token for name, sampled in answer[0].items()}
+def _tokens(answer: tuple[Mapping[str, Sequence[Sampled]], object]) -> dict[str, list[int]]:
+    return {name: [one.token for one in each] for name, each in answer[0].items()}

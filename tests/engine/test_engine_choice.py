@@ -113,15 +113,39 @@ def test_vllm_does_not_recompute_pages(tmp_path: Path) -> None:
     assert not engine_facts(load(None, {}), tmp_path, ["cuda"], RIGHT).vllm_lack
 
 
-def test_proposals_need_our_own_kernels_on_a_cpu(tmp_path: Path) -> None:
+def test_proposals_need_a_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     config = load(None, {"model.speculation": "ngram", "pages.page_size": 32})
     facts = engine_facts(config, tmp_path, ["cpu"], RIGHT)
     assert not facts.native_lack
-    assert "model.speculation" in facts.vllm_lack
+    assert not facts.vllm_lack
+    assert "model.speculation is ngram, and on a GPU" in engine_facts(config, tmp_path, ["cuda"], RIGHT).vllm_lack
     assert "model.speculation" in engine_facts(config, tmp_path, ["cuda"], RIGHT).native_lack
     without = load(None, {"model.speculation": "ngram", "model.native": False})
     assert "model.speculation" in engine_facts(without, tmp_path, ["cpu"], RIGHT).native_lack
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "value", "why"),
+    [
+        (MLA, "pages.page_size", 16, "latents"),
+        (GRANITE, "pages.page_size", 64, "recurrent states"),
+        (LLAMA, "model.numerics", "mixed", "model.numerics is mixed"),
+    ],
+)
+def test_what_vllm_verifies_no_proposals_of(
+    config: dict[str, Any], setting: str, value: object, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = load(None, {"model.draft_model": "m", "pages.page_size": 32, setting: value})
+    assert f"model.draft_model is set, and {why}" in engine_facts(settings, tmp_path, ["cpu"], RIGHT).vllm_lack
+
+
+def test_vllms_second_runner_verifies_no_proposals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config = load(None, {"model.speculation": "ngram", "pages.page_size": 32})
+    assert "second model runner" in engine_facts(config, tmp_path, ["cpu"], RIGHT).vllm_lack
 
 
 GPT_OSS = LLAMA | {"model_type": "gpt_oss", "intermediate_size": 160}

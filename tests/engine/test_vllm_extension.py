@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from engine.device.page_pool import PagePool
 from engine.step.batch import TokenDraw
 from engine.vllm_runner import extension
 from engine.vllm_runner.draw import FirstDraw
 from engine.vllm_runner.extension import BatonExtension
+from engine.vllm_runner.messages import Row
 from kvstore.arena.memory import Arena
 from kvstore.checksum import head_checksums, join_checksums, page_checksum
 from tests.support.threaded_device import ThreadedCopies
@@ -30,6 +32,7 @@ class GpuRank(BatonExtension):
         self.cache_config: Any = SimpleNamespace(cache_dtype="auto")
         self.model_config: Any = SimpleNamespace(dtype=torch.bfloat16, use_mla=False)
         self.baton_draw: Any = SimpleNamespace()
+        self.use_v2_model_runner = False
         pages = torch.zeros(BLOCKS, HEADS, LAYERS, PAGE_SIZE, 2 * HEAD_DIM, dtype=torch.bfloat16)
         self.model_runner: Any = SimpleNamespace(kv_caches=list(pages.unbind(2)))
         self.pool = PagePool(pages, PART, HEADS)
@@ -83,13 +86,13 @@ def test_a_step_without_draws_ends_when_the_device_has_run_it() -> None:
     """vLLM's second model runner answers at once, with an output to wait for."""
     waited: list[bool] = []
     worker: Any = BatonExtension()
-    worker.baton_draw = SimpleNamespace(draws={}, drawn={})
+    worker.baton_draw = SimpleNamespace(scores=dict)
     worker.execute_model = lambda order: None
     worker.sample_tokens = lambda grammar: SimpleNamespace(get_output=lambda: waited.append(True))
-    worker.baton_step(None, (), (), {}, {}, {})
+    worker.baton_step(None, (), (), {})
     assert waited == [True]
     worker.sample_tokens = lambda grammar: SimpleNamespace()  # of the first
-    worker.baton_step(None, (), (), {}, {}, {})
+    worker.baton_step(None, (), (), {})
     assert waited == [True]
 
 
@@ -97,9 +100,32 @@ def test_what_vllm_measures_is_our_draw_of_all_rows() -> None:
     """Its profile runs its sampler over as many rows as a step may have, and names none of them."""
     runner = SimpleNamespace(sampler=None, device=torch.device("cpu"), input_batch=SimpleNamespace(req_ids=[]))
     draw = FirstDraw(runner)
-    assert draw._tokens(torch.rand(5, 40), draw.names).shape == (5,)
+    assert draw._tokens(torch.rand(5, 40), draw.names).shape == (5, 1)
     assert len(draw.drawn) == 5
-    assert all(draw.draws[name][0].logprobs for name in draw.drawn)
-    draw.measured, draw.draws, draw.drawn = False, {"b": (TokenDraw(temperature=0.0), 7)}, {}
-    assert draw._tokens(torch.eye(3), ["a", "b", "c"]).tolist() == [0, 1, 0]
+    assert all(draw.rows[name].draw.logprobs for name in draw.drawn)
+    silent, greedy = Row(1, False, [0], 6, (), (), None), TokenDraw(temperature=0.0)
+    draw.measured, draw.rows, draw.drawn = False, {"a": silent, "b": replace(silent, draw=greedy), "c": silent}, {}
+    assert draw._tokens(torch.eye(3), ["a", "b", "c"]).tolist() == [[0], [1], [0]]
     assert list(draw.drawn) == ["b"]
+
+
+def test_proposals_count_up_to_the_first_that_is_not_drawn() -> None:
+    """Each row is drawn from its own logits: here token n follows hidden state n."""
+    greedy = TokenDraw(temperature=0.0)
+    model = SimpleNamespace(compute_logits=lambda hidden: torch.eye(16)[hidden])
+    runner = SimpleNamespace(
+        sampler=None, device=torch.device("cpu"), model=model, input_batch=SimpleNamespace(req_ids=["a", "b", "c", "d"])
+    )
+    draw = FirstDraw(runner)
+    right = Row(1, True, [9, 2, 3], 0, (), (), greedy, verify=[greedy, greedy])
+    wrong = replace(right, tokens=[9, 5, 8])
+    draw.measured, draw.hidden = False, torch.tensor([0, 2, 3, 4, 5, 6, 7, 7, 1, 5, 6])
+    single = Row(2, True, [1], 9, (), (), greedy)
+    draw.rows = {"a": single, "b": right, "c": replace(single, tokens=[1] * 4, draw=None), "d": wrong}
+    tokens = draw._tokens(torch.zeros(4, 16), ["a", "b", "c", "d"]).tolist()
+    assert tokens == [[0, -1, -1], [2, 3, 4], [0, -1, -1], [1, -1, -1]]
+    assert {name: [one.token for one in each] for name, each in draw.drawn.items()} == {
+        "a": [0],
+        "b": [2, 3, 4],
+        "d": [1],
+    }

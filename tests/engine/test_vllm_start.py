@@ -109,7 +109,7 @@ class Child(child.Child):
             return super().carry_out(order)
         copied = self.copied.wait(2.0)
         self.copied.clear()
-        return messages.Drawn([None], {{}}, float(copied))
+        return messages.Drawn([()], {{}}, float(copied))
 
 child.Child = Child
 child.main(int(sys.argv[1]))
