@@ -95,6 +95,7 @@ TABLE: Mapping[str, MetricSpec] = {
         "Attempts that gave their place to more urgent requests, or to those whose turn it was."
     ),
     "attempts_moved": _counter("Attempts that were moved away from a decode worker that is slow."),
+    "prompts_moved": _counter("Prompts of which another prefill worker was given the rest."),
     "peers_lost": _counter("Processes that went, by why.", ("peer_role", "reason")),
     "heartbeat_age_seconds": _gauge("Age of the oldest last heartbeat of live processes.", ("peer_role",)),
     # every process

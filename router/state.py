@@ -132,6 +132,7 @@ class RouterStats:
     resends: int
     yielded: int  # attempts that gave their place to other requests
     moved: int  # attempts taken from live workers that are slow
+    prompts_moved: int  # prompts of which another prefill worker was given the rest
     slowdowns: Mapping[str, float]  # of live workers, by name: see `router.placement.slowness`
     prompt_tokens: int  # of finished requests
     cached_tokens: int  # of finished requests
@@ -439,6 +440,8 @@ class RouterState:
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.clear_busy()
         self._rate_slowness(member, now)
+        if member.peer.role == "prefill":
+            self._manager.move_prompts(member, now)
 
     def _time_tokens(self, member: MemberRecord, deltas: Sequence[Delta], now: float) -> None:
         """Compare the time since the last tokens with that of a step. A step that computes prompts as well tells
@@ -717,6 +720,7 @@ class RouterState:
             resends=counts.resends,
             yielded=counts.yielded,
             moved=counts.moved,
+            prompts_moved=counts.prompts_moved,
             slowdowns={m.peer.name: max(m.slowdown, m.pace) for m in self._members if m.peer.role == "decode"},
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,

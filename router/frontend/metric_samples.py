@@ -129,6 +129,7 @@ def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
         "peers": {(role,): count for role, count in stats.live.items()},
         "worker_slowdown": _by(stats.slowdowns),
         "attempts_moved": stats.moved,
+        "prompts_moved": stats.prompts_moved,
         "attempts_yielded": stats.yielded,
         "peers_lost": {**_LOST, **stats.lost},
         "predicted_utilization": {}

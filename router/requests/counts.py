@@ -35,6 +35,7 @@ class RequestCounts:
     resends: int = 0
     yielded: int = 0  # attempts that gave their place to others
     moved: int = 0  # attempts that were taken from a slow worker
+    prompts_moved: int = 0  # prompts of which another prefill worker was given the rest
     prompt_tokens: int = 0  # of requests that finished
     cached_tokens: int = 0  # of requests that finished
     not_cached_tokens: Counter[Reason] = field(default_factory=Counter[Reason])  # the same, by why they are not

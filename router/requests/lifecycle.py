@@ -52,7 +52,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds
 _LATE = 0.1  # seconds: of a shorter delay nothing is moved, nor for a smaller gain
 _SETTLED = 0.5  # seconds for which an attempt that runs stays where it was placed
 _MOVES = 4  # requests that are moved at a time
-_WORTH = 1.5  # times what a request takes elsewhere
+_WORTH = 1.5  # times what a request takes elsewhere, or the rest of its prompt
 
 
 class RequestManager:
@@ -496,6 +496,61 @@ class RequestManager:
         step = member.pace * self._costs.step(member.incarnation).seconds(len(member.assigned), int(member.context))
         here, there = member.delay + tokens * step, choice.predicted.total + tokens * choice.tpot
         return f"{here:.2f} s to the end, {there:.2f} s elsewhere" if here > _WORTH * there + _LATE else None
+
+    def move_prompts(self, member: MemberRecord, now: float) -> None:
+        """Give the rest of a prompt of this prefill worker to another one, where its first token comes sooner by far.
+        The other worker begins behind the pages that are sealed. A prompt leaves a worker once, and one at a time. No
+        attempt is counted. Moves use the common retry budget. While requests wait, a free slot is theirs."""
+        most = self._config.prefill.max_num_seqs
+        if not self._config.router.move_prompts or self._queue or not member.pending_prefills:
+            return
+        others = (other for other in self._members.schedulable("prefill") if other is not member)
+        if not any(other.free_prefill_slots(most) > 0 for other in others) or not self._admission.may_move(now):
+            return
+        self._view.now = now
+        self._view.refreshed_table()
+        rests = sorted(member.pending_prefills.items(), key=lambda item: (-item[1].seconds, item[0]))
+        for name, _ in rests:
+            request = self._requests.get(name.request)
+            if request is None or request.attempt is None or request.attempt.name != name or request.lowest:
+                continue
+            if member.incarnation in request.history.prompt_left:
+                continue
+            if (gain := self._gain_of_other_prefill(request, request.attempt, member, now)) is not None:
+                self._admission.moved(now)
+                self._counts.prompts_moved += 1
+                request.history.prompt_left.add(member.incarnation)
+                self.retry(request, f"another prefill worker computes the rest of its prompt: {gain}", now, free=True)
+                return
+
+    def _gain_of_other_prefill(
+        self, request: Request, attempt: Attempt, member: MemberRecord, now: float
+    ) -> str | None:
+        """Say what a move of the rest of a prompt is worth; none: too little. Equally urgent prompts share a worker's
+        time, so each of them delays this one by no more than this one's own rest."""
+        card, size = self._members.card, self._config.pages.page_size
+        if card is None or not attempt.prefill_sent or not attempt.needs_prefill:
+            return None
+        rest, here = member.pending_prefills[attempt.name].seconds, 0.0
+        page = member.positions.get(attempt.name, 0) // size  # the one that is made next
+        for name, prompt in member.pending_prefills.items():
+            other = self._requests.get(name.request)
+            if other is None or other.level > request.level:
+                continue
+            if other is not request and other.keys[: page + 1] == request.keys[: page + 1]:
+                return None  # one computes it for both
+            here += min(prompt.seconds, rest) if other.level == request.level else prompt.seconds
+        if here <= _LATE:
+            return None
+        ask = self._placement_request(request, card, now)
+        ask = replace(ask, excluded={*ask.excluded, member.incarnation}, shares_with="")
+        choice = self._policy.place(ask, self._view).choice
+        if not isinstance(choice, Placement) or choice.prefill is None:
+            return None
+        there, name = choice.predicted.total, self._members.require_live(choice.prefill).peer.name
+        if here <= _WORTH * there + _LATE:
+            return None
+        return f"{here:.2f} s at {member.peer.name}, {there:.2f} s at {name} behind {choice.cached_pages} pages"
 
     def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
         return [(r.attempt.name, r.attempt) for r in self._requests.values() if r.attempt is not None]

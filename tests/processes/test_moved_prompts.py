@@ -1,0 +1,53 @@
+"""The rest of a long prompt goes to another prefill worker: the same tokens, and a death of either costs its chunks."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from baton.client import Client
+from baton.operator_api import Explanation
+from deploy.local import LocalCluster
+from tests.processes.test_failures import DEADLINE, expected, start
+from tests.support import checkpoints, workload
+from tests.support.cluster import Streams, at_rest, load
+from tests.support.eventually import eventually
+
+__all__ = ["start"]  # a fixture
+
+_RNG = random.Random(17)
+PROMPTS = [[_RNG.randrange(3, checkpoints.VOCAB) for _ in range(3_500)] for _ in range(2)]
+OUTPUT = 12
+
+
+@pytest.mark.technique("Long prompts over several prefill workers")
+@pytest.mark.parametrize("victim", ["", "prefill-0", "prefill-1"])
+def test_the_rest_of_a_prompt_moves(start: Callable[..., LocalCluster], path: Path, victim: str) -> None:
+    cluster = start(2, 1, **{"prefill.max_num_batched_tokens": workload.PAGE})
+    streams = Streams(cluster)
+    with Client(cluster.address, cluster.operator) as client:
+
+        def explained() -> list[Explanation]:
+            return [client.explain(each.request_id, timeout=DEADLINE) for each in client.requests(timeout=DEADLINE)]
+
+        def moved() -> bool:
+            return any("the rest of its prompt" in each.ended_because for one in explained() for each in one.attempts)
+
+        client.drain("prefill-1")
+        futures = [streams.start(prompt, OUTPUT) for prompt in PROMPTS]
+        eventually(lambda: load(cluster, "prefill-0").running == 2, what="both prompts at one worker")
+        client.drain("prefill-1", undo=True)
+        eventually(moved, what="the rest of one at the other worker")
+        if victim:
+            cluster.kill(victim)
+        for future in futures:
+            future.result(DEADLINE)
+        parts = [one.attempts for one in explained() if len(one.attempts) > 1]
+    assert ["prefill-0", "prefill-1"] in [[each.prefill_worker for each in attempts[:2]] for attempts in parts]
+    for attempts in parts:
+        cached = [each.predicted.cached_tokens or 0 for each in attempts]
+        assert 0 == cached[0] < cached[1], "the pages that were sealed are not computed again"
+        assert cached == sorted(cached)
+    assert streams.seen == [expected(path, prompt, OUTPUT) for prompt in PROMPTS]
+    eventually(lambda: at_rest(cluster), what="everything freed")
