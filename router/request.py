@@ -100,9 +100,7 @@ class AttemptHistory:
     busy_refusals: int = 0  # times that a prefill worker had no room
     decode_only: bool = False  # the next attempts shall need only a decode worker
     excluded: set[str] = field(default_factory=set[str])  # incarnations that said they could not do it
-    prompt_left: set[str] = field(
-        default_factory=set[str]
-    )  # prefill workers that gave up the rest of its prompt
+    prompt_left: set[str] = field(default_factory=set[str])  # prefill workers that gave up the rest of its prompt
 
 
 @dataclass
