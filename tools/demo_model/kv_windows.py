@@ -1,6 +1,6 @@
 """What sinks and a window cost in recall and save in memory: scheduler and engine in one loop, on the demo model.
 
-    python -m bench.engine.kv_windows [--prompts 100] [--tokens 20000] [--window 1024] [--threads 1]
+    python -m tools.demo_model.kv_windows [--prompts 100] [--tokens 20000] [--window 1024] [--threads 1]
 
 Recall: the prompts of `tools.demo_model.evaluate`, each a question about a fact that stands so many tokens before the
 answer. The prompt attends to all of itself, so the first token of an answer knows the fact. The others know it as far
