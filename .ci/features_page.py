@@ -85,6 +85,7 @@ TECHNIQUES = (
     Technique("Mixture of experts", "GShard, 2020; Mixtral, 2024", "engine/models"),
     Technique("Latent attention", "DeepSeek-V2, 2024", "engine/vllm_runner"),
     Technique("Tensor parallelism", "Megatron-LM, 2019", "engine/vllm_runner"),
+    Technique("Pipeline parallelism", "GPipe, 2019; vLLM", "engine/vllm_runner"),
     Technique("Many adapters in one batch", "Punica, MLSys 2024; S-LoRA, MLSys 2024", "engine/vllm_runner"),
     Technique("Quantized weights", "GPTQ, AWQ, FP8", "engine/vllm_runner"),
     Technique("Pages in FP8", "vLLM", "engine/vllm_runner"),

@@ -49,6 +49,7 @@ vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs the
 
 - *Exact*: greedy tokens are those of transformers, in mixed batches of chunks.
 - *TP 2*: the same tokens from two tensor-parallel ranks.
+- *PP 2*: the same tokens from two pipeline stages. Models in groups of layers and with states are refused.
 - *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. With "TP 2", on two ranks
   as well. vLLM computes adapters of mixtures of experts with Triton, so on a CPU they are refused.
 
@@ -170,6 +171,7 @@ CHOICE = "tests/engine/test_engine_choice.py"
 VLLM_TESTS = {
     "exact": ("tests/vllm_runner/test_runner.py", "test_greedy_tokens_are_those_of_transformers"),
     "TP 2": ("tests/vllm_runner/test_ranks.py", "test_tokens_are_those_of_transformers_and_of_one_rank"),
+    "PP 2": ("tests/vllm_runner/test_ranks.py", "test_stages_have_the_tokens_of_transformers_and_of_one_rank"),
     "LoRA": ("tests/vllm_runner/test_adapters.py", "test_rows_of_one_batch_have_their_own_adapters"),
     "MLA": ("tests/vllm_runner/test_latents.py", "test_greedy_tokens_are_those_of_transformers"),
     "states": ("tests/vllm_runner/test_states.py", "test_greedy_tokens_are_those_of_transformers"),
@@ -270,35 +272,39 @@ def _recipes_in(tree: ast.Module) -> set[str]:
 
 
 def _vllm_families() -> Iterator[str]:
-    yield "| architecture | checkpoint | exact | TP 2 | LoRA |"
-    yield "|---|---|---|---|---|"
+    yield "| architecture | checkpoint | exact | TP 2 | PP 2 | LoRA |"
+    yield "|---|---|---|---|---|---|"
     exact = vllm_source("exact")
     assert exact is not None
     shown = {"exact": set(_constant(exact, "EXACT"))}
-    for column in ("TP 2", "LoRA"):
+    for column, families in (("TP 2", "FAMILIES"), ("PP 2", "STAGED"), ("LoRA", "FAMILIES")):
         source = vllm_source(column)
         shown[column] = _recipes_in(source) if source is not None else set[str]()
         if source is not None:
-            shown[column] |= set(_constant(source, "FAMILIES"))
+            shown[column] |= set(_constant(source, families))
     adapters = vllm_source("LoRA")
     # Of the recipe that a file's own fixture makes, both numbers of ranks are tried.
     divided = set[str]() if adapters is None else {*_constant(adapters, "RANKS_OF"), *_recipes_in(adapters)}
+    groups = vllm_source("groups")
+    grouped = {"gemma2"} if groups is None else {"gemma2", *_constant(groups, "EXACT")}
     everything = {**checkpoints.RECIPES, **checkpoints.VLLM_RECIPES}
     for recipe in _constant(exact, "EXACT"):
         cells = [f"[{column}](../{VLLM_TESTS[column][0]})" if recipe in shown[column] else _NOT_RUN for column in shown]
+        if recipe in grouped:
+            cells[2] = "refused"
         if recipe in divided:
             cells[-1] = f"[LoRA, TP 2](../{VLLM_TESTS['LoRA'][0]})"
         yield f"| `{everything[recipe].model.__name__}` | {recipe} | {' | '.join(cells)} |"
-    if (groups := vllm_source("groups")) is not None:
+    if groups is not None:
         file = VLLM_TESTS["groups"][0]
         for recipe in _constant(groups, "EXACT"):
             killed = ", SIGKILL" if recipe == "gpt-oss" else ""
-            cells = f"[exact; 1P+1D, colocated{killed}](../{file}) | see above | see above"
+            cells = f"[exact; 1P+1D, colocated{killed}](../{file}) | see above | see above | see above"
             yield f"| `{everything[recipe].model.__name__}` (groups) | {recipe} | {cells} |"
     if (states := vllm_source("states")) is not None:
         file = VLLM_TESTS["states"][0]
         for recipe in _constant(states, "EXACT"):
-            cells = f"[exact; 1P+1D, colocated, SIGKILL](../{file}) | refused | {_NOT_RUN}"
+            cells = f"[exact; 1P+1D, colocated, SIGKILL](../{file}) | refused | refused | {_NOT_RUN}"
             yield f"| `{everything[recipe].model.__name__}` (states) | {recipe} | {cells} |"
     if (latents := vllm_source("MLA")) is not None:
         file = VLLM_TESTS["MLA"][0]

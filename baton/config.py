@@ -137,6 +137,7 @@ class ModelConfig(_Section, frozen=True):
     max_loras: Natural = 0  # adapters at a time; those beyond lora_modules may be loaded while it serves
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 16  # the largest rank of an adapter
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
+    pipeline_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # stages, each with some layers; vLLM's
     max_model_len: Natural = 0  # tokens of a sequence at most; 0: as many as the model takes
     quantization: str = (
         ""  # of weights when they are loaded: int8, int4 (our own engine on CPUs), fp8, int8 (vLLM, GPUs)
@@ -374,6 +375,7 @@ class WorkerConfig(_Section, frozen=True):
     num_gpus: GpuPart = "auto"  # of one worker, at most 1; auto: equal shares of its node's GPUs
     node_selector: dict[str, str] = {}  # labels that Ray's node must have, such as ray.io/accelerator-type: H100
     tensor_parallel_size: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0  # 0: as model.tensor_parallel_size
+    pipeline_parallel_size: Annotated[int, Meta(ge=0, le=MAX_RANKS)] = 0  # 0: as model.pipeline_parallel_size
     kv_cache_bytes: CacheBytes = CacheBytes(0)  # device pages, of all ranks; auto: what GPUs have left, 512MiB on a CPU
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the worker's GPU or share of it, in all
     copies_per_step: Positive = 256  # pages copied from or to the arena per step
@@ -455,6 +457,14 @@ class Config(_Section, frozen=True):
 
     def ranks_of(self, role: WorkerRole) -> int:
         """The processes that share the model of a worker of that role."""
+        return self.stages_of(role) * self.stage_ranks_of(role)
+
+    def stages_of(self, role: WorkerRole) -> int:
+        """The stages of a worker of that role, each of which has some layers."""
+        return self.worker(role).pipeline_parallel_size or self.model.pipeline_parallel_size
+
+    def stage_ranks_of(self, role: WorkerRole) -> int:
+        """The ranks that share the heads of a stage."""
         return self.worker(role).tensor_parallel_size or self.model.tensor_parallel_size
 
     @property
@@ -579,6 +589,13 @@ def _origin(text: str) -> str:
 
 def _check(config: Config) -> None:
     cluster = config.cluster
+    roles: tuple[WorkerRole, ...] = ("prefill", "decode")
+    for role in roles:
+        if (ranks := config.ranks_of(role)) > MAX_RANKS:
+            raise ConfigError(
+                f"a {role} worker has {ranks} ranks, tensor_parallel_size times pipeline_parallel_size, and may have "
+                f"{MAX_RANKS}; lower one of them"
+            )
     if cluster.heartbeat_timeout_ms < 4 * cluster.heartbeat_ms:
         raise ConfigError(
             f"cluster.heartbeat_timeout_ms is {cluster.heartbeat_timeout_ms}, less than "

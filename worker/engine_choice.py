@@ -71,13 +71,15 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
 
     Raises ModelError for a checkpoint without a readable config, ConfigError for sequences longer than its context.
     """
-    ranks = _most_ranks(config)
+    # Workers of both roles have one engine: pages of two engines never meet.
+    ranks = max(config.stage_ranks_of("prefill"), config.stage_ranks_of("decode"))
+    stages = max(config.stages_of("prefill"), config.stages_of("decode"))
     raw, model = read_object(path / "config.json"), config.model
     context = text_settings(raw).get("max_position_embeddings")
     if isinstance(context, int) and model.max_model_len > context:
         longer = f"model.max_model_len is {model.max_model_len} and the checkpoint's context is {context} tokens"
         raise ConfigError(f"{longer} (max_position_embeddings): lower it")
-    own = (ranks, model.kv_cache_dtype, model.quantization, model.enable_expert_parallel, model.dtype)
+    own = (ranks, model.kv_cache_dtype, model.quantization, model.enable_expert_parallel, model.dtype, stages)
     lacks = [problem(vllm, raw, config.pages.page_size, device, *own) for device in devices]
     lack = next(filter(None, lacks), "")
     if len({device.partition(":")[0] for device in devices}) > 1:
@@ -88,7 +90,8 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     if model.speculation == "ngram" or model.draft_model:
         setting = "model.draft_model is set" if model.draft_model else "model.speculation is ngram"
         remedy = "leave it out" if model.draft_model else "set it to auto"
-        unverified = proposals_lack(text_settings(raw), on_gpu=on_gpu, exact=model.numerics == "exact")
+        exact = model.numerics == "exact"
+        unverified = proposals_lack(text_settings(raw), on_gpu=on_gpu, exact=exact, stages=stages)
         lack = lack or (f"{setting}, and {unverified}; {remedy}" if unverified else "")
         unverified = f"{setting}, and of our own kernels only those for CPUs verify proposals; {remedy}"
         native = native or (unverified if on_gpu or not model.native else "")
@@ -130,8 +133,3 @@ def engine_of(config: Config, path: Path, devices: Collection[str]) -> EngineCho
             raise ConfigError(f"model.engine is {config.model.engine}, and {choice.why}")
         raise UnsupportedModel(choice.why)
     return choice
-
-
-def _most_ranks(config: Config) -> int:
-    """Workers of both roles have one engine: pages of two engines never meet."""
-    return max(config.ranks_of("prefill"), config.ranks_of("decode"))

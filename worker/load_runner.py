@@ -90,6 +90,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         max_model_len=config.model.max_model_len,
         quantization=config.model.quantization,
         expert_parallel=config.model.enable_expert_parallel,
+        stages=config.stages_of(role),
     )
 
 

@@ -78,6 +78,7 @@ def up(
         str, typer.Option(help="Of weights when they are loaded: int8, int4, or fp8 (vLLM, GPUs).")
     ] = "",
     tensor_parallel_size: Annotated[int | None, typer.Option(help="Ranks of each worker (vLLM).")] = None,
+    pipeline_parallel_size: Annotated[int | None, typer.Option(help="Stages of each worker (vLLM, CPUs).")] = None,
     enable_expert_parallel: Annotated[
         bool, typer.Option("--enable-expert-parallel", help="Ranks divide the experts (vLLM, GPUs).")
     ] = False,
@@ -113,6 +114,7 @@ def up(
     flags |= {"model.served_model_name": served_model_name, "model.max_model_len": max_model_len}
     flags |= {"model.kv_cache_dtype": kv_cache_dtype, "model.quantization": quantization}
     flags |= {"model.tensor_parallel_size": tensor_parallel_size, "model.enforce_eager": enforce_eager or None}
+    flags |= {"model.pipeline_parallel_size": pipeline_parallel_size}
     flags |= {"model.enable_expert_parallel": enable_expert_parallel or None, "decode.max_num_seqs": max_num_seqs}
     flags |= {f"{role}.gpu_memory_utilization": gpu_memory_utilization for role in ("prefill", "decode")}
     flags |= {"model.tool_call_parser": tool_call_parser, "model.reasoning_parser": reasoning_parser}

@@ -365,8 +365,8 @@ def check_engine(config: Config) -> None:
             continue
         device = resolve_device(config.device_of(role), gpus)
         model = config.model
-        own = (config.ranks_of(role), held, model.quantization, model.enable_expert_parallel, model.dtype)
-        if lack := problem(Installation.find(), raw, config.pages.page_size, device, *own):
+        own = (config.stage_ranks_of(role), held, model.quantization, model.enable_expert_parallel, model.dtype)
+        if lack := problem(Installation.find(), raw, config.pages.page_size, device, *own, config.stages_of(role)):
             raise ConfigError(f"{why}, and vLLM's runner can't: {lack}")
 
 

@@ -15,7 +15,7 @@ from engine.vllm_runner.device_memory import await_memory
 from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.ranks import fork_ranks
-from engine.vllm_runner.requirements import Installation, wrong_version
+from engine.vllm_runner.requirements import STAGED_GROUPS, Installation, wrong_version
 
 EXTENSION = "engine.vllm_runner.extension.BatonExtension"
 _BLOCKWISE = "BHLNC"  # a block is one range, KV heads outermost. Kernels for CUDA take it, those for a CPU don't
@@ -60,9 +60,13 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
         config.cache_config.kv_cache_memory_bytes = (order.num_pages + NULL_BLOCKS) * _page_bytes(config)
     elif order.device == "cuda":
         await_memory(order.gpus, order.memory_share)
-    if not config.model_config.use_mla and (heads := config.model_config.get_total_num_kv_heads()) % order.ranks:
+    if not config.model_config.use_mla and (heads := config.model_config.get_total_num_kv_heads()) % order.stage_ranks:
         raise UnsupportedModel(
-            f"{heads} KV heads can't be shared evenly by {order.ranks} ranks; lower tensor_parallel_size"
+            f"{heads} KV heads can't be shared evenly by {order.stage_ranks} ranks; lower tensor_parallel_size"
+        )
+    if order.stages > 1 and config.use_v2_model_runner:
+        raise UnsupportedModel(
+            "pipeline stages run with the first of vLLM's model runners; unset VLLM_USE_V2_MODEL_RUNNER"
         )
     if order.ranks > 1 and order.device == "cpu":
         fork_ranks()
@@ -77,7 +81,10 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
         # What VLLM_KV_CACHE_LAYOUT would do; without it vLLM prefers other layouts.
         config.cache_config.kv_cache_layout = _BLOCKWISE
     layout = core.resolve_kv_cache_layout(config, supported, [one for worker in specs for one in worker.values()])
-    has_groups = order.device == "cpu" and (_has_windows(specs[0]) or _has_states(specs[0]))
+    layers = {name: spec for worker in specs for name, spec in worker.items()}
+    has_groups = order.device == "cpu" and (_has_windows(layers) or _has_states(layers))
+    if has_groups and order.stages > 1:
+        raise UnsupportedModel(STAGED_GROUPS)
     config.scheduler_config.disable_hybrid_kv_cache_manager = not has_groups
     more: list[Any] = []
     if hasattr(core, "get_global_kv_cache_groups"):  # 0.33
@@ -87,7 +94,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     else:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-        groups = get_kv_cache_groups(config, dict(specs[0]))
+        groups = get_kv_cache_groups(config, layers)
         executor.set_kv_cache_layout(layout.name)
     if order.num_pages is not None:
         config.cache_config.num_gpu_blocks_override = order.num_pages * len(groups) + NULL_BLOCKS
@@ -175,7 +182,8 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         "async_scheduling": False,
         "disable_log_stats": True,
         "seed": 0,
-        "tensor_parallel_size": order.ranks,
+        "tensor_parallel_size": order.stage_ranks,
+        "pipeline_parallel_size": order.stages,
     }
     if order.max_loras:
         # A step may have requests of all of them. On a CPU vLLM computes rows without an adapter with what lies in the

@@ -66,13 +66,15 @@ class Child:
         from engine.vllm_runner.bring_up import NULL_BLOCKS, STATE_WINDOW, bring_up, lora_requests
         from engine.vllm_runner.steps import Steps
 
-        torch.set_num_threads(max(1, order.threads // order.ranks))
+        torch.set_num_threads(max(1, order.threads // order.stage_ranks))
         self._null, self._exact_rows = NULL_BLOCKS, order.companion
         self._duplicates = Fence()
         with lacks_of_memory():
             self._config, executor, self._context, self._windows = bring_up(order)
-        self._ranks = self._copiers = Ranks(executor, order.ranks, order.deadline)
-        self.shape = self._ranks.call("baton_prepare")[0]
+        self._ranks = self._copiers = Ranks(executor, order.ranks, order.deadline, order.stages)
+        shapes = self._ranks.call("baton_prepare")
+        self._layers = [shape["num_layers"] for shape in shapes[:: order.stage_ranks]]  # by stage
+        self.shape = {**shapes[0], "num_layers": sum(self._layers)}
         self._states = STATE_WINDOW in self._windows
         page_size = order.page_size if self._states else 0
         self._steps = Steps(
@@ -89,7 +91,7 @@ class Child:
         shape = {name: self.shape[name] for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "form")}
         pages = self._config.cache_config.num_gpu_blocks - self._null
         if shape["form"] != LATENT:
-            shape["num_kv_heads"] *= self._ranks.size
+            shape["num_kv_heads"] *= self._ranks.size // self._ranks.stages
         return Loaded(
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
@@ -105,7 +107,8 @@ class Child:
     def attach(self, order: Attach, fd: int) -> Copied:
         """Takes over `fd`."""
         try:
-            self._copiers.call("baton_attach", f"/proc/{os.getpid()}/fd/{fd}", order.slots, order.page_bytes)
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+            self._copiers.call("baton_attach", path, order.slots, order.page_bytes, self._layers)
         finally:
             os.close(fd)
         return Copied()
@@ -129,6 +132,8 @@ class Child:
             case Out(pages=pages, slots=slots):
                 blocks = [page + self._null for page in pages]
                 sums = self._copiers.checksums("baton_out", blocks, slots)
+                if self._ranks.stages > 1:  # a head is whole once all stages have copied their layers of it
+                    sums = self._copiers.checksums("baton_hash", slots)
                 return Copied(checksums=sums, seconds=time.perf_counter() - began)
             case In(slots=slots, pages=pages, checksums=checksums):
                 self._duplicates.reach(order.after)

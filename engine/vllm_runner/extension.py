@@ -40,6 +40,7 @@ class BatonExtension:
     cache_config: Any
     _baton_copies: CudaCopies | None = None  # of pages on a GPU: by DMA
     _baton_mover: OverlappedMover | None = None  # around them: it pins the arena, and hashes on threads
+    _baton_stage, _baton_stages = 0, 1  # this rank's pipeline stage, and how many there are
     execute_model: Callable[[Any], Any]
     sample_tokens: Callable[[Any], Any]
 
@@ -50,25 +51,33 @@ class BatonExtension:
 
     def baton_prepare(self) -> Mapping[str, Any]:
         """Steps come from now on. Return the shape and form of this rank's part of pages."""
-        if self.parallel_config.tensor_parallel_size > 1:
+        ranks, stages = self.parallel_config.tensor_parallel_size, self.parallel_config.pipeline_parallel_size
+        if ranks * stages > 1:
             die_with_parent()
+        self._baton_stages = stages
+        self._baton_stage, self._baton_place = divmod(self.rank, ranks)
+        if self._baton_stage and (runner := self.model_runner).intermediate_tensors is None:
+            # vLLM makes them as it warms up a model that it compiles, and a step needs them in any case.
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
         caches = self._baton_caches()
         _, heads, page_size, width = caches[0].shape
         latent = self._baton_latent = self.model_config.use_mla
-        self._baton_place = 0 if latent else self.rank
+        self._baton_copies_out = not (latent and self._baton_place)  # each rank of a stage has whole latents
+        self._baton_place *= not latent
         self._baton_blocks = _blocks(caches)
         self._baton_blocks.zero_()
-        share = self._baton_blocks[0].nbytes
-        self._baton_part = slice(self._baton_place * share, (self._baton_place + 1) * share)
         if (copies := _copies(self._baton_blocks)) is not None:
-            self._baton_copies = copies
-            self._baton_mover = OverlappedMover(copies, lambda: None, heads, verify=True, part=self._baton_part)
+            self._baton_copies, part = copies, self._baton_part_of(len(caches))
+            self._baton_mover = OverlappedMover(copies, lambda: None, heads, verify=True, part=part)
         if self.rank == 0 and "VLLM_DIST_IDENT" in os.environ:
             unlink_shared_memory(os.environ["VLLM_DIST_IDENT"])  # all have opened it
         self.baton_draw.measured = False
         return {
             "beside": self._baton_mover is not None,
-            "verifies": not (self.use_v2_model_runner or latent),  # rows of latents take another kernel than a single
+            # Rows of latents take another kernel than a single one. Stages were not tried.
+            "verifies": not (self.use_v2_model_runner or latent or stages > 1),
             "num_layers": len(caches),
             "num_kv_heads": heads,
             "page_size": page_size,
@@ -81,41 +90,49 @@ class BatonExtension:
         """Attach and copy by orders from `address` from now on, beside steps."""
         serve_beside(self, self.rank, address)
 
-    def baton_attach(self, path: str, slots: int, page_bytes: int) -> None:
+    def baton_attach(self, path: str, slots: int, page_bytes: int, layers: Sequence[int]) -> None:
         """Copies are from and to the slots of the arena whose descriptor `path` names. Each rank has its KV heads of a
-        page, which lie outermost; of latents, each has all."""
+        page, which lie outermost, or all of latents; and of them the layers of its stage, which has so many."""
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), slots, page_bytes)
-        self._baton_arena = arena
-        parts = torch.frombuffer(arena.view, dtype=self._baton_blocks.dtype).view(
-            slots, -1, *self._baton_blocks.shape[1:]
-        )
-        self._baton_slots = parts[:, self._baton_place]
+        self._baton_arena, self._baton_part = arena, self._baton_part_of(sum(layers))
+        _, heads, own, width = self._baton_blocks.shape
+        first = sum(layers[: self._baton_stage])
+        pages = torch.frombuffer(arena.view, dtype=self._baton_blocks.dtype).view(slots, -1, heads, sum(layers), width)
+        self._baton_slots = pages[:, self._baton_place, :, first : first + own]
         if self._baton_mover is not None:
             self._baton_mover.attach(arena)
 
     def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
-        """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there: of latents, the
-        first rank does so for all."""
-        if self._baton_latent and self.rank:
+        """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there, as `baton_hash`.
+        Of latents, the first rank of a stage copies for all. Stages leave the checksums to a second call."""
+        if not self._baton_copies_out:
             return [[] for _ in slots]
         if self._baton_mover is not None:
             pairs = enumerate(zip(blocks, slots, strict=True))
             return self._baton_mover.copy([CopyOut(0, index, block, slot) for index, (block, slot) in pairs])
         for block, slot in zip(blocks, slots, strict=True):
             self._baton_slots[slot].copy_(self._baton_blocks[block])
-        return [self._baton_checksums(slot) for slot in slots]
+        return self.baton_hash(slots) if self._baton_stages == 1 else [[] for _ in slots]
+
+    def baton_hash(self, slots: Sequence[int]) -> list[list[int]]:
+        """Return the checksums of this rank's heads in each slot, with the layers of all stages: by the ranks of the
+        first stage, and of latents by the first rank alone. Others return none."""
+        if self._baton_stage or not self._baton_copies_out:
+            return [[] for _ in slots]
+        heads = self._baton_blocks.shape[1]
+        return [head_checksums(self._baton_arena.slot(slot)[self._baton_part], heads) for slot in slots]
 
     def baton_in(self, slots: Sequence[int], blocks: Sequence[int], check: bool) -> list[list[int]]:
         """Copy this rank's part of slots into blocks. Return the checksums of each slot's heads there; none without
         `check`."""
-        check = check and not (self._baton_latent and self.rank)  # all ranks read one slot
+        check = check and self._baton_copies_out  # all ranks of a stage read one slot of latents
         if self._baton_mover is not None:
             pairs = enumerate(zip(slots, blocks, strict=True))
             copies = [CopyIn(0, index, slot, block, 0) for index, (slot, block) in pairs]
             return self._baton_mover.copy(copies, verify=check)
         for slot, block in zip(slots, blocks, strict=True):
             self._baton_blocks[block].copy_(self._baton_slots[slot])
-        return [self._baton_checksums(slot) if check else [] for slot in slots]
+        return self.baton_hash(slots) if check else [[] for _ in slots]
 
     def baton_duplicate(self, source: int, dest: int) -> None:
         if self._baton_copies is not None:
@@ -136,8 +153,8 @@ class BatonExtension:
         rows: Mapping[str, Row],
     ) -> tuple[Mapping[str, Sequence[Sampled]], Mapping[str, list[PromptTokenLogprob]]]:
         """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute the rows, score, draw. Return
-        the tokens and the scores by request. Every rank does all of it: a draw is a pure function of logits that all
-        ranks have."""
+        the tokens and the scores by request. Every rank of the last stage draws: a draw is a pure function of logits
+        that all of them have."""
         self.baton_zero(fresh)
         for source, dest in states:
             self.baton_duplicate(source, dest)
@@ -145,9 +162,10 @@ class BatonExtension:
         draw.rows, draw.drawn, draw.hidden = rows, {}, None
         try:
             output = self.execute_model(order)
-            if any(row.targets or row.verify for row in rows.values()):
+            is_last = self._baton_stage == self._baton_stages - 1
+            if is_last and any(row.targets or row.verify for row in rows.values()):
                 draw.hidden = self.model_runner.execute_model_state.hidden_states
-            scores = draw.scores()
+            scores = draw.scores() if is_last else {}
             if output is None:
                 output = self.sample_tokens(None)
             if hasattr(output, "get_output"):
@@ -157,8 +175,10 @@ class BatonExtension:
             raise
         return draw.drawn, scores
 
-    def _baton_checksums(self, slot: int) -> list[int]:
-        return head_checksums(self._baton_arena.slot(slot)[self._baton_part], self._baton_blocks.shape[1])
+    def _baton_part_of(self, layers: int) -> slice:
+        """The bytes of this rank's heads in a page of so many layers."""
+        share = layers * self._baton_blocks[0, :, 0].nbytes
+        return slice(self._baton_place * share, (self._baton_place + 1) * share)
 
     def _baton_caches(self) -> Sequence[torch.Tensor]:
         """[blocks, kv_heads, page_size, 2 · head_dim] of each layer of a group: all groups share this memory, and each

@@ -82,6 +82,12 @@ class Load(Struct, frozen=True, tag=True):
     quantization: str = ""  # by vLLM's names
     expert_parallel: bool = False
     gpus: Sequence[str] = ()  # UUIDs of the ranks' GPUs
+    stages: int = 1  # that divide the layers; the ranks of each one divide the heads
+
+    @property
+    def stage_ranks(self) -> int:
+        """The ranks of a stage."""
+        return self.ranks // self.stages
 
     @property
     def companion(self) -> bool:

@@ -88,7 +88,9 @@ def state_tokens(config: Mapping[str, Any], dtype: str) -> int:
     return -(-state // token)
 
 
-def lacks_for_states(config: Mapping[str, Any], device: str, ranks: int, kv_cache_dtype: str) -> Iterator[str]:
+def lacks_for_states(
+    config: Mapping[str, Any], device: str, ranks: int, stages: int, kv_cache_dtype: str
+) -> Iterator[str]:
     """Say why vLLM's runner can't keep the recurrent states of a model."""
     attending = [kind for kind in config.get("layer_types") or () if kind in ("attention", "full_attention")]
     layers = config.get("num_hidden_layers")
@@ -96,6 +98,8 @@ def lacks_for_states(config: Mapping[str, Any], device: str, ranks: int, kv_cach
         yield "recurrent states are kept on a CPU only"
     if ranks > 1:
         yield f"recurrent states are not divided by {ranks} ranks: set tensor_parallel_size to 1"
+    if stages > 1:
+        yield "recurrent states are not divided by stages: set pipeline_parallel_size to 1"
     if vllm_kv_dtype(config, kv_cache_dtype) != "auto":
         yield "recurrent states stand beside pages in the model's dtype only: set model.kv_cache_dtype to auto"
     if not attending or not isinstance(layers, int) or layers % len(attending) or layers < 2 * len(attending):

@@ -1,7 +1,8 @@
 """The processes that a model is divided among, as the child orders them about. For the child alone.
 
-vLLM's executor starts them: each holds some of the heads, and copies and hashes its own part of each page. One rank
-runs in the child itself. Several are children of the child. The kernel kills them when it ends.
+vLLM's executor starts them: each holds some of the heads of all layers, or of those of its pipeline stage, and copies
+its own part of each page. They are numbered stage by stage. One rank runs in the child itself. Several are children of
+the child. The kernel kills them when it ends.
 """
 
 import contextlib
@@ -27,10 +28,10 @@ class RankLost(Exception):
 
 
 class Ranks:
-    """All ranks of an executor. `deadline`: seconds that an order may take."""
+    """All ranks of an executor, in so many stages. `deadline`: seconds that an order may take."""
 
-    def __init__(self, executor: Any, size: int, deadline: float) -> None:
-        self.size = size
+    def __init__(self, executor: Any, size: int, deadline: float, stages: int = 1) -> None:
+        self.size, self.stages = size, stages
         self._executor, self._deadline = executor, deadline
 
     @property
@@ -59,17 +60,19 @@ class Ranks:
         return [join_checksums([head for part in page for head in part]) for page in zip(*parts, strict=True)]
 
     def agreed(self, answers: Sequence[Any], of: Callable[[Any], object]) -> Any:
-        """Return the first rank's answer. Raises RankLost where `of` it differs between ranks."""
-        if any(of(answer) != of(answers[0]) for answer in answers[1:]):
+        """Return the answer of the last stage's first rank: no other stage has logits. Raises RankLost where `of` it
+        differs between the ranks of that stage."""
+        first, *others = answers[-(self.size // self.stages) :]
+        if any(of(answer) != of(first) for answer in others):
             raise RankLost("the ranks have drawn different tokens")
-        return answers[0]
+        return first
 
 
 class CopyingRanks(Ranks):
     """The same ranks, on threads beside those of their steps. Each has a connection to this process."""
 
     def __init__(self, ranks: Ranks) -> None:
-        super().__init__(ranks._executor, ranks.size, ranks._deadline)
+        super().__init__(ranks._executor, ranks.size, ranks._deadline, ranks.stages)
         with Listener(family="AF_UNIX", backlog=ranks.size) as listener:
             ranks.call("baton_serve_beside", listener.address)
             links = [listener.accept() for _ in range(ranks.size)]

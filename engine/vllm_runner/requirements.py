@@ -40,6 +40,8 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of a head that vLLM's kernels for CPUs were compiled for. Those for CUDA take multiples of 8."""
 CPU_EXPERT_PART = 32
 """The elements of a gpt-oss expert that a rank has are a multiple of this. vLLM pads experts of other activations."""
+STAGED_GROUPS = "its layers form groups, which pipeline stages don't divide: set pipeline_parallel_size to 1"
+"""Why a model with windows beside whole contexts has no stages on a CPU."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 _STATE_LAYERS = {"attention", "linear_attention", "mamba"}
 """Further names of layers in configs of models whose states are kept."""
@@ -95,12 +97,14 @@ def setting_that_needs_vllm(config: Config) -> str:
         return "model.enable_expert_parallel is true"
     roles: Sequence[WorkerRole] = ("prefill", "decode")
     for role in roles:
-        if (ranks := config.ranks_of(role)) > 1:
+        if (ranks := config.stage_ranks_of(role)) > 1:
             return f"{role}.tensor_parallel_size is {ranks}"
+        if (stages := config.stages_of(role)) > 1:
+            return f"{role}.pipeline_parallel_size is {stages}"
     return ""
 
 
-def proposals_lack(text: Mapping[str, Any], *, on_gpu: bool, exact: bool) -> str:
+def proposals_lack(text: Mapping[str, Any], *, on_gpu: bool, exact: bool, stages: int) -> str:
     """Return why steps of a model with these settings can't verify proposals; "" if they can."""
     if on_gpu:
         return "on a GPU proposals are not verified"
@@ -110,6 +114,8 @@ def proposals_lack(text: Mapping[str, Any], *, on_gpu: bool, exact: bool) -> str
         return "model.numerics is mixed, where rows of proposals may have other bits than single rows"
     if pages.latent_width(text):
         return "latents (MLA) of several rows are computed by other kernels than those of one"
+    if stages > 1:
+        return "pipeline stages verify no proposals"
     if text.get("model_type") == pages.WITH_STATES:
         return "recurrent states can't go back behind a wrong proposal"
     return ""
@@ -135,12 +141,13 @@ def problem(
     quantization: str = "",
     expert_parallel: bool = False,
     dtype: str = "auto",
+    stages: int = 1,
 ) -> str:
     """Return why vLLM's runner can't serve a checkpoint with this parsed config.json, "" if nothing speaks against it.
 
-    `device` is "cpu" or a CUDA device; `ranks` processes share the model; the others are settings of `model`. Without a
-    config only the installation is looked at. What is found here is what vLLM would refuse after a minute of loading;
-    it may still refuse more.
+    `device` is "cpu" or a CUDA device; `ranks` share the heads of a stage, and `stages` the layers; the others are
+    settings of `model`. Without a config only the installation is looked at. What is found here is what vLLM would
+    refuse after a minute of loading; it may still refuse more.
     """
     if vllm is None:
         return f"vLLM is not installed: {install_command(device)}"
@@ -157,9 +164,11 @@ def problem(
         return "vLLM quantizes no weights to int4 when it loads them: serve a checkpoint that `baton quantize` makes"
     if device == "cpu" and expert_parallel:
         return f"vLLM {vllm.version} ends in a crash with model.enable_expert_parallel on a CPU: leave it out"
+    if device != "cpu" and stages > 1:
+        return "pipeline stages copy their layers of pages on a CPU only: set pipeline_parallel_size to 1"
     if config is None:
         return ""
-    return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype, dtype))
+    return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype, dtype, stages))
 
 
 def page_size_lack(text: Mapping[str, Any], page_size: int, device: str, dtype: str) -> str:
@@ -188,6 +197,7 @@ def _lacks(
     ranks: int,
     kv_cache_dtype: str,
     dtype: str,
+    stages: int,
 ) -> Iterator[str]:
     named: list[str] = [str(name) for name in config.get("architectures") or ()]
     if vllm.architectures is not None and named and not vllm.architectures.intersection(named):
@@ -203,10 +213,15 @@ def _lacks(
         return
     kinds = {str(kind) for kind in text.get("layer_types") or ()}
     if text.get("model_type") == pages.WITH_STATES:
-        yield from pages.lacks_for_states(text, device, ranks, kv_cache_dtype)
+        yield from pages.lacks_for_states(text, device, ranks, stages, kv_cache_dtype)
         kinds -= _STATE_LAYERS
     if others := kinds - _ATTENTION_LAYERS:
         yield f"layers of kind {', '.join(sorted(others))} keep no K and V"
+    elif stages > 1 and len(kinds) > 1:
+        yield STAGED_GROUPS
+    layers = text.get("num_hidden_layers")
+    if isinstance(layers, int) and layers < stages:
+        yield f"its {layers} layers can't be divided among {stages} stages: lower pipeline_parallel_size"
     if wrong_size:
         yield wrong_size
     heads = text.get("num_key_value_heads") or text.get("num_attention_heads")

@@ -198,6 +198,7 @@ class VllmRunner:
         max_model_len: int = 0,
         quantization: str = "",
         expert_parallel: bool = False,
+        stages: int = 1,
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
@@ -205,15 +206,15 @@ class VllmRunner:
         use the part `memory_share` of that device's memory in all, and `num_pages` None means as many as fit there.
         `lora_modules` are directories of LoRA adapters by name, of at most `max_lora_rank` each. Others may be added,
         up to `max_loras` in all. All stay in memory until they are removed.
-        `ranks` processes share the model. If they need more than `deadline` seconds for an order, all are lost. vLLM
-        compiles the model, unless it is to be `eager`. `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`,
-        the bits of a sequence depend on no other one and on no borders of chunks. No test has shown that on a GPU.
-        On a GPU it waits while another process loads a model there (`engine.device.gpu_locks`). `attention_backend`
-        names one of vLLM's; empty means that vLLM chooses. A sequence has at most `max_model_len` tokens; 0 means as
-        many as the model takes. `quantization` of the weights at load is one of vLLM's, and empty means none. With
-        `expert_parallel`, ranks divide the experts of a layer. Neither was run on a GPU. Raises ModelError
-        (UnsupportedModel where vLLM or this runner can't serve the model), NotEnoughMemory, StartupError and
-        FolderUntrusted.
+        `ranks` processes share the model, in `stages` of equally many, each with some layers. If they need more than
+        `deadline` seconds for an order, all are lost. vLLM compiles the model, unless it is to be `eager`.
+        `kv_cache_dtype` is "auto" or one of `pages.FP8`. With `exact`, the bits of a sequence depend on no other one
+        and on no borders of chunks. No test has shown that on a GPU. On a GPU it waits while another process loads a
+        model there (`engine.device.gpu_locks`). `attention_backend` names one of vLLM's; empty means that vLLM chooses.
+        A sequence has at most `max_model_len` tokens; 0 means as many as the model takes. `quantization` of the weights
+        at load is one of vLLM's, and empty means none. With `expert_parallel`, ranks divide the experts of a layer.
+        Neither was run on a GPU. Raises ModelError (UnsupportedModel where vLLM or this runner can't serve the model),
+        NotEnoughMemory, StartupError and FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
         order = Load(
@@ -239,11 +240,12 @@ class VllmRunner:
             quantization,
             expert_parallel,
             gpu_uuids(device, ranks),
+            stages,
         )
         fingerprint = _fingerprint(path)
         if quantization:
             fingerprint = _digest(fingerprint, quantization)
-        environment = child_environment(os.environ, device, threads, ranks, exact=exact)
+        environment = child_environment(os.environ, device, threads, order.stage_ranks, exact=exact)
         if not eager:
             environment |= compiling.environment(order.device)
         cards = tuple(one.card for one in adapters)
@@ -507,8 +509,10 @@ class RunningStep:
 
 
 def _numerics(device: str, order: Load) -> str:
-    """The class of vLLM's arithmetic. Ranks sum in another order than one, and a compiled model rounds less often."""
-    how = "-eager" * order.eager + f"-{order.ranks}-ranks" * (order.ranks > 1)
+    """The class of vLLM's arithmetic. Ranks sum in another order than one, and a compiled model rounds less often. What
+    stages send each other is what they would go on with, unless a compiler sees across that border."""
+    how = "-eager" * order.eager + f"-{order.stage_ranks}-ranks" * (order.stage_ranks > 1)
+    how += f"-{order.stages}-stages" * (order.stages > 1 and not order.eager)
     return f"vllm-{_release()}{how}/{digest(torch_digest(device), str(NUMERICS_VERSION))}"
 
 

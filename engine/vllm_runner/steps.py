@@ -120,7 +120,7 @@ class Steps:
             if row.appends and row.name in self._names:
                 name = self._names[row.name]
                 cached.req_ids.append(name)
-                cached.new_token_ids.append([])
+                cached.new_token_ids.append(list(row.tokens))  # a stage but the last has not seen its draw
                 cached.num_computed_tokens.append(row.start)
                 cached.num_output_tokens.append(self._outputs[row.name])
                 cached.new_block_ids.append(blocks if row.pages else None)

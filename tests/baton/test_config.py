@@ -49,6 +49,7 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("cluster:\n  decode: 0\n", ">= 1"),
         ("cluster:\n  name: Bad Name\n", "name"),
         ("cluster:\n  heartbeat_timeout_ms: 10\n", "four heartbeats"),
+        ("model:\n  tensor_parallel_size: 8\ndecode:\n  pipeline_parallel_size: 4\n", "a decode worker has 32 ranks"),
         ("router:\n  grpc_port: 70000\n", "65535"),
         ("router:\n  grpc_port: 20052\n", "differ"),
         ("store:\n  host_cache_bytes: 12 parsecs\n", "no size"),

@@ -25,7 +25,7 @@ class Rank(BatonExtension):
     """vLLM's worker. A step fills blocks, and its second model runner answers before that has run."""
 
     rank = 0
-    parallel_config: Any = SimpleNamespace(tensor_parallel_size=1)
+    parallel_config: Any = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
     cache_config: Any = SimpleNamespace(cache_dtype="fp8")
     model_config: Any = SimpleNamespace(dtype=torch.bfloat16, use_mla=False)
 
@@ -60,7 +60,7 @@ def serve(seed: int, pieces: int) -> None:
         arena.divide(PAGE_BYTES)
         for slot in range(4):
             arena.slot(slot)[:] = bytes([100 + slot]) * PAGE_BYTES
-        rank.baton_attach(f"/proc/self/fd/{arena.fd}", arena.slots, arena.page_bytes)
+        rank.baton_attach(f"/proc/self/fd/{arena.fd}", arena.slots, arena.page_bytes, [LAYERS])
         torch.cuda.set_sync_debug_mode("error")
         rank.baton_in([0, 1, 2], [0, 1, 2], True)
         rank.fill({3: 3, 4: 4})

@@ -171,6 +171,25 @@ def test_what_vllm_asks_of_gpt_oss_experts(more: dict[str, Any], device: str, ra
     assert bool(reason) == bool(lack)
 
 
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "device", "reason"),
+    [
+        ({}, "cpu", ""),
+        ({}, "cuda", "on a CPU only: set pipeline_parallel_size to 1"),
+        (WINDOWS, "cpu", "its layers form groups, which pipeline stages don't divide: set pipeline_parallel_size to 1"),
+        ({"layer_types": ["full_attention"] * 2}, "cpu", ""),
+        ({"num_hidden_layers": 1}, "cpu", "its 1 layers can't be divided among 2 stages: lower pipeline_parallel_size"),
+    ],
+)
+def test_what_vllm_asks_of_pipeline_stages(more: dict[str, Any], device: str, reason: str):
+    lack = problem(RIGHT, LLAMA | more, 32, device, stages=2)
+    assert lack.endswith(reason)
+    assert bool(reason) == bool(lack)
+
+
 AVX512 = "GenuineIntel 6 avx2 fma avx512f avx512bw avx512dq avx512vl"
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
@@ -364,7 +383,12 @@ def test_architectures_are_read_from_the_source_of_vllms_registry(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("decode.tensor_parallel_size", 2), ("model.lora_modules", {"one": "somewhere"})]
+    ("setting", "value"),
+    [
+        ("decode.tensor_parallel_size", 2),
+        ("prefill.pipeline_parallel_size", 2),
+        ("model.lora_modules", {"one": "somewhere"}),
+    ],
 )
 def test_what_only_vllm_can_honour_is_checked_before_anything_starts(
     setting: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

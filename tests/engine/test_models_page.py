@@ -20,7 +20,7 @@ def test_the_page_of_features_is_current():
 
 def test_cells_of_vllm_name_tests_that_exist():
     """They run elsewhere, so they are looked up in the source. A test whose name has changed would leave "not run"."""
-    for column in ("exact", "TP 2", "LoRA", "formats", "LoRA of formats", "FP8", "FP8, TP 2", "FP8 clusters"):
+    for column in ("exact", "TP 2", "PP 2", "LoRA", "formats", "LoRA of formats", "FP8", "FP8, TP 2", "FP8 clusters"):
         assert PAGE["vllm_source"](column) is not None, column
     page = PAGE["page"]()
     assert "| `LlamaForCausalLM` | llama | [exact](../tests/vllm_runner/test_runner.py) |" in page

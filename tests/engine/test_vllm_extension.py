@@ -28,7 +28,7 @@ class GpuRank(BatonExtension):
 
     def __init__(self, rank: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank = rank
-        self.parallel_config: Any = SimpleNamespace(tensor_parallel_size=2)
+        self.parallel_config: Any = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
         self.cache_config: Any = SimpleNamespace(cache_dtype="auto")
         self.model_config: Any = SimpleNamespace(dtype=torch.bfloat16, use_mla=False)
         self.baton_draw: Any = SimpleNamespace()
@@ -63,7 +63,7 @@ def test_pages_of_a_gpu_go_through_pinned_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("engine.cuda.mover.head_checksums", hashed)
     content.shuffle(order)
     for rank in ranks:
-        rank.baton_attach(f"/proc/self/fd/{arena.fd}", arena.slots, arena.page_bytes)
+        rank.baton_attach(f"/proc/self/fd/{arena.fd}", arena.slots, arena.page_bytes, [LAYERS])
         rank._baton_mover._pinning.submit(lambda: None).result()  # pinning has ended
         for page in range(BLOCKS):
             rank.pool.view(page)[:] = torch.frombuffer(bytearray(content.randbytes(PART)), dtype=torch.uint8)

@@ -89,7 +89,7 @@ class Child(child.Child):
 
     def __init__(self, order):
         self._null, self._duplicates = 1, child.Fence()
-        self._ranks = self._copiers = SimpleNamespace(call=self.call, checksums=self.call)
+        self._ranks = self._copiers = SimpleNamespace(call=self.call, checksums=self.call, stages=1)
         self.copied, self.dups = threading.Event(), []
 
     def loaded(self):

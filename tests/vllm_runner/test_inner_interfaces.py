@@ -187,7 +187,8 @@ def test_what_is_read_and_replaced_in_the_model_runners():
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
     read = ("sampler", "kv_caches", "device", "model", "execute_model_state")
-    for module, more in ((gpu_model_runner, ("input_batch",)), (model_runner, ())):
+    staged = ("input_batch", "intermediate_tensors", "max_num_tokens", "dtype")
+    for module, more in ((gpu_model_runner, staged), (model_runner, ())):
         source = inspect.getsource(module.GPUModelRunner)
         for attribute in read + more:
             assert f"self.{attribute} = " in source or f"self.{attribute}: " in source, (module, attribute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
@@ -48,8 +48,8 @@ def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     runners: list[VllmRunner] = []
 
     @cache
-    def loaded(ranks: int) -> VllmRunner:
-        runners.append(load(paths("deepseek-v3"), ranks=ranks))
+    def loaded(ranks: int, stages: int = 1) -> VllmRunner:
+        runners.append(load(paths("deepseek-v3"), ranks=ranks, stages=stages))
         return runners[-1]
 
     yield loaded
@@ -97,12 +97,14 @@ def test_plain_rotary_embeddings(eager: bool, tmp_path: Path) -> None:
         model.close()
 
 
-@pytest.mark.parametrize(("makers", "takers"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("makers", "takers"), [((1,), (1,)), ((2,), (1,)), ((1,), (2,)), ((2, 2), (1,)), ((1,), (4, 2))]
+)
 def test_a_prompt_is_handed_over_between_degrees(
-    makers: int, takers: int, paths: Callable[[str], Path], runner: Loaded
+    makers: Sequence[int], takers: Sequence[int], paths: Callable[[str], Path], runner: Loaded
 ) -> None:
-    """Every rank has whole latents: one of them copies pages out, all copy them in."""
-    prefill, decode = runner(makers), runner(takers)
+    """Every rank of a stage has whole latents: one of them copies pages out, all copy them in."""
+    prefill, decode = runner(*makers), runner(*takers)
     assert prefill.layout == decode.layout
     page_bytes = prefill.layout.page_bytes
     arena = Arena.create(32 * page_bytes)

@@ -1,4 +1,5 @@
-"""Several ranks to a worker: each holds some KV heads, copies them to and from the arena, and dies with the others."""
+"""Several ranks to a worker: each holds some KV heads, or those of some layers, copies them to and from the arena, and
+dies with the others."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ pytest.importorskip("vllm")
 from baton.errors import DeviceLost, UnsupportedModel
 from baton.unix import readable
 from deploy.local import LocalCluster
-from engine.step.batch import Chunk, TokenDraw
+from engine.step.batch import Chunk, PromptScoring, TokenDraw
 from engine.vllm_runner import leftovers
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
@@ -30,16 +31,18 @@ from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
-from tests.vllm_runner.driver import PAGE, Generation, agree, load, prompt_of, run, step, untimed
+from tests.vllm_runner.driver import PAGE, Generation, agree, load, prompt_of, run, run_ahead, step, untimed
 
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
 SEEDED = TokenDraw(temperature=0.9, top_p=0.95, seed=77)
-Loaded = Callable[[int], VllmRunner]
+Loaded = Callable[..., VllmRunner]
 FAMILIES = (
     "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe",
     "gpt-oss",
 )  # fmt: skip
 """Besides Llama, whose ranks are looked at more closely."""
+STAGED = ("qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "mixtral", "qwen3-moe")
+"""Besides Llama, whose layers form no groups."""
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +53,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(path: Path) -> Iterator[Loaded]:
-    """`runner(ranks)`: the model on so many ranks."""
+    """`runner(ranks, stages)`: the model on so many ranks, in that many stages."""
     runners: list[VllmRunner] = []
 
     @cache
-    def loaded(ranks: int) -> VllmRunner:
-        runners.append(load(path, ranks=ranks))
+    def loaded(ranks: int, stages: int = 1) -> VllmRunner:
+        runners.append(load(path, ranks=ranks, stages=stages))
         return runners[-1]
 
     yield loaded
@@ -104,13 +107,52 @@ def test_two_ranks_have_the_tokens_of_transformers(name: str, tmp_path: Path) ->
         agree(one, *reference.generate(prompt, 20))
 
 
-@pytest.mark.technique("Tensor parallelism")
-@pytest.mark.parametrize(("makers", "takers"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 4)])
-def test_a_prompt_is_handed_over_between_degrees(
-    makers: int, takers: int, path: Path, runner: Loaded, arena: Arena
+@pytest.mark.technique("Pipeline parallelism")
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 2), (3, 3), (4, 2)])
+def test_stages_have_the_tokens_of_transformers_and_of_one_rank(
+    ranks: int, stages: int, path: Path, runner: Loaded
 ) -> None:
-    """Pages that `makers` ranks have copied out go on at `takers`, whose pages held NaN before."""
-    prefill, decode = runner(makers), runner(takers)
+    """In mixed batches of chunks, launched one before the other's end. Prompt tokens are scored on the last stage."""
+    staged, prompts = runner(ranks, stages), [prompt_of(length, length) for length in (70, 33, 5)]
+    sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
+    assert run_ahead(staged, sequences, 20)
+    for prompt, one in zip(prompts, sequences, strict=True):
+        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
+    scored: list[object] = []
+    for model in (staged, runner(ranks // stages)):
+        seeded = Generation(prompts[0], range(30, 38), SEEDED)
+        run(model, [seeded], 20)
+        chunk = Chunk(prompts[0], 0, range(40, 43), scoring=PromptScoring(0, prompts[0][1:], 2))
+        scored.append(([sampled.token for sampled in seeded.drawn], step(model, chunk).scores))
+    assert scored[0] == scored[1]
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_two_stages_have_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+    path, lengths = checkpoints.make(name, tmp_path, hidden_size=128, head_dim=32), (70, 33, 5)
+    sequences = [Generation(prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
+    model = load(path, ranks=2, stages=2)
+    try:
+        run(model, sequences, 20)
+    finally:
+        model.close()
+    for length, one in zip(lengths, sequences, strict=True):
+        agree(one, *checkpoints.reference(path).generate(prompt_of(length, length), 20))
+
+
+@pytest.mark.technique("Tensor parallelism")
+@pytest.mark.parametrize(
+    ("makers", "takers"),
+    [
+        ((1,), (2,)), ((2,), (1,)), ((2,), (2,)), ((4,), (2,)), ((1,), (4,)),
+        ((2, 2), (1,)), ((1,), (2, 2)), ((3, 3), (2, 2)), ((2,), (2, 2)), ((4, 2), (1,)),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_handed_over_between_degrees(
+    makers: Sequence[int], takers: Sequence[int], path: Path, runner: Loaded, arena: Arena
+) -> None:
+    """Pages that `makers` ranks and stages have copied out go on at `takers`, whose pages held NaN before."""
+    prefill, decode = runner(*makers), runner(*takers)
     assert prefill.layout == decode.layout
     out, into = prefill.mover(verify=True), decode.mover(verify=True)
     out.attach(arena)
@@ -177,22 +219,29 @@ def test_ranks_copy_beside_their_steps(path: Path, arena: Arena, monkeypatch: py
 
 
 def test_pages_of_two_ranks_are_those_of_one_up_to_rounding(runner: Loaded, arena: Arena) -> None:
+    """Those of stages have the same bits."""
     prompt = prompt_of(PAGE, 4)
     pages: list[torch.Tensor] = []
-    for slot, ranks in enumerate((1, 2)):
-        model = runner(ranks)
+    for slot, model in enumerate((runner(1), runner(2), runner(3, 3))):
         step(model, Chunk(prompt, 0, [40]))
         mover = model.mover(verify=False)
         mover.attach(arena)
         mover.start([CopyOut(1, 0, 40, slot)]).wait()
         pages.append(torch.frombuffer(arena.slot(slot), dtype=torch.float32).clone())
     torch.testing.assert_close(pages[0], pages[1], atol=1e-4, rtol=1e-4)
+    assert torch.equal(pages[0], pages[2])
     assert pages[0].abs().max() > 0.1
 
 
 def test_more_ranks_than_kv_heads(path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="4 KV heads can't be shared evenly by 8 ranks"):
         load(path, ranks=8)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss"])
+def test_groups_of_layers_are_not_divided_among_stages(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="which pipeline stages don't divide"):
+        load(checkpoints.make(name, tmp_path), ranks=2, stages=2)
 
 
 def ranks_of(model: VllmRunner) -> list[int]:
@@ -230,10 +279,11 @@ def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(name)
 
 
-def test_a_killed_rank_ends_all_within_three_seconds(path: Path, parent: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_killed_rank_ends_all_within_three_seconds(stages: int, path: Path, parent: Path) -> None:
     """Nothing of them stays on the machine."""
     before = shared_memory()
-    model = load(path, ranks=2)
+    model = load(path, ranks=2, stages=stages)
     assert not [name for name in shared_memory() - before if name.startswith("vllm_dist_")]
     (folder,) = parent.iterdir()
     assert list(folder.iterdir()), "vLLM keeps its files elsewhere"
@@ -259,16 +309,24 @@ def test_a_stopped_rank_is_lost_after_the_deadline(path: Path) -> None:
 
 # --- whole clusters -----------------------------------------------------------------------------------------------
 
-SHAPES = {"TP 1 → 2": (1, 1, 1, 2), "TP 2 → 1": (1, 1, 2, 1), "colocated TP 2": (0, 1, 0, 2)}
+SHAPES = {
+    "TP 1 → 2": (1, 1, 1, 2), "TP 2 → 1": (1, 1, 2, 1), "colocated TP 2": (0, 1, 0, 2),
+    "PP 2 → 1": (1, 1, 1, 1, 2), "PP 1 → 2": (1, 1, 1, 1, 1, 2), "colocated PP 2": (0, 1, 0, 1, 1, 2),
+}  # fmt: skip
 
 
-def cluster(checkpoint: Path, folder: Path, prefill: int, decode: int, makers: int, takers: int) -> LocalCluster:
+def cluster(
+    checkpoint: Path, folder: Path, prefill: int, decode: int, makers: int, takers: int, first: int = 1, then: int = 1
+) -> LocalCluster:
+    """`makers` and `takers` are the ranks of a stage, `first` and `then` the stages of either role."""
     own = {
         "model.engine": "vllm",
         "pages.page_size": PAGE,
-        "model.numerics": "mixed" if prefill and makers != takers else "exact",
+        "model.numerics": "mixed" if prefill and (makers, first) != (takers, then) else "exact",
         "prefill.tensor_parallel_size": makers,
         "decode.tensor_parallel_size": takers,
+        "prefill.pipeline_parallel_size": first,
+        "decode.pipeline_parallel_size": then,
         "router.disaggregation": "always" if prefill else "auto",
         "router.queue_timeout_ms": 300_000,
         "router.attempt_timeout_ms": 300_000,
@@ -290,10 +348,15 @@ def test_requests_at_once_get_the_reference_tokens(shape: str, wide: Path, tmp_p
             assert any(answer.work.pages_fetched for answer in answers)
 
 
-def test_streams_outlive_the_death_of_a_rank(wide: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("decode-0", (0, 2, 0, 2)), ("prefill-0", (2, 1, 1, 1, 2))],
+    ids=["TP 2", "PP 2"],
+)
+def test_streams_outlive_the_death_of_a_rank(name: str, shape: tuple[int, ...], wide: Path, tmp_path: Path) -> None:
     """Its worker ends within three seconds, and another goes on with the same tokens."""
-    with cluster(wide, tmp_path, 0, 2, 0, 2) as running, ThreadPoolExecutor(1) as pool:
-        worker = psutil.Process(running.pids["decode-0"])
+    with cluster(wide, tmp_path, *shape) as running, ThreadPoolExecutor(1) as pool:
+        worker = psutil.Process(running.pids[name])
         (vllm,) = worker.children()
         victim = [each for each in vllm.children() if each.name() != "python_resource_tracker"][-1]
         before = victim.cpu_times().user
