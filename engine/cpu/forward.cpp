@@ -14,6 +14,7 @@
 // in the order of its inputs, then scaled and added to those before it.
 #include "attention.h"
 #include "pool.h"
+#include "tiles.h"
 
 namespace baton {
 namespace {
@@ -33,7 +34,7 @@ constexpr bool kTwo = sizeof(Factors<T>) > sizeof(Floats);
 template <class T>                 // what registers hold: 6 × 4 sums, or 8 × 2, and vectors of weights and of input
 constexpr int kPassRows = kMany ? (kTwo<T> ? 8 : 6) : kTwo<T> ? 4 : 6;
 template <class T>
-constexpr int kPassSums = kMany ? 24 : kPassRows<T>;
+constexpr int kPassSums = (kMany ? 24 : kPassRows<T>) / (kApart<T> ? 2 : 1);
 template <class T, int R>          // vectors of outputs at a time
 constexpr int kColumns = R * 4 <= kPassSums<T> / (kTwo<T> ? 2 : 1) ? 4 : R * 2 <= kPassSums<T> ? 2 : 1;
 template <class T>                 // of codes, which are made factors anew in each pass
@@ -42,6 +43,9 @@ constexpr int64_t kFewRows = 64;     // that each thread norms for itself: it co
 constexpr int64_t kBlockRows = 256;  // with fewer, the weights are read more often; with more, less stays in the cache
 constexpr int64_t kShares = 8;       // for each thread, so that none waits long for another
 constexpr int kMostThreads = 256;
+constexpr int64_t kTilesFrom = 5;     // rows that are multiplied in tiles of AMX
+constexpr int64_t kCodeTilesFrom = 8;   // likewise with codes
+constexpr int64_t kTilesAhead = 16384;  // bytes of weights that are asked for before they are read
 constexpr int64_t kCodesAhead = 8192;  // bytes of codes that are asked for before they are read
 constexpr int64_t kBlockInputs = 128;  // of codes that are made factors at a time, for many rows; groups are no larger
 static_assert(kBlockInputs >= 2 * kBlockSteps);
@@ -154,7 +158,7 @@ void pass(const char* weights, const Inputs<T>& x, int64_t steps, bool first, fl
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < V; ++j) sum[r][j] = first ? zeros() : load16(sums + r * kTile + column + j * kLanes);
-    for (int64_t s = 0; s < steps; ++s) {
+    add_words<T>(steps, sum, [&](int64_t s, Part<T>(&part)[R][V]) {
       Factors<T> w[V];
 #pragma GCC unroll 4
       for (int j = 0; j < V; ++j) w[j] = factors<T>(load_words(weights + s * kStepBytes + column * 4 + j * 64));
@@ -170,9 +174,9 @@ void pass(const char* weights, const Inputs<T>& x, int64_t steps, bool first, fl
       for (int r = 0; r < R; ++r) {
         const Factors<T> word = kept(T{}, x.at + r * x.stride, s);
 #pragma GCC unroll 4
-        for (int j = 0; j < V; ++j) sum[r][j] = add_products(T{}, w[j], word, sum[r][j]);
+        for (int j = 0; j < V; ++j) part[r][j] = add_products(T{}, w[j], word, part[r][j]);
       }
-    }
+    });
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -185,9 +189,37 @@ void pass(int64_t rows, const char* weights, const Inputs<T>& x, int64_t steps, 
   with_count<kPassRows<T>>(rows, [&](auto some) { pass<T, some, Lines>(weights, x, steps, first, sums, ahead); });
 }
 
+// As `tile` below, in tiles of AMX, and what is left of a span in vectors.
+void tile_in_tiles(const char* weights, const bf16* x, int64_t rows, int64_t steps, float* sums, const char* next,
+                   Kept<bf16>* room, Tiles& tiles) {
+  const int64_t inputs = steps * 2, passes = (rows + kTiledRows - 1) / kTiledRows, rest = steps % kSpan;
+  const int64_t block = rows <= kTiledRows ? steps - rest : kBlockSteps;
+  for (int64_t from = 0; from < steps - rest; from += block) {
+    const int64_t spans = least(steps - rest - from, block) / kSpan;
+    const char* const at = weights + from * kStepBytes;
+    // Between them the passes ask for the next block, or if there is one pass, for what comes some spans later.
+    const int64_t lines = (64 + passes - 1) / passes;
+    const char* ahead = at + (passes == 1 ? kTilesAhead : spans * kSpan * kStepBytes);
+    for (int64_t p = 0; p < passes; ++p) {
+      const int64_t row = p * kTiledRows;
+      tiles.multiply(at, x + row * inputs + from * 2, inputs, least(rows - row, kTiledRows), spans, from == 0,
+                     sums + row * kTile, ahead + p * spans * lines * 64, lines);
+    }
+  }
+  if (!rest) return;
+  for (int64_t row = 0, n; row < rows; row += n) {
+    n = least(rows - row, kPassRows<bf16>);
+    const Inputs<bf16> input = kept_inputs(x + row * inputs + (steps - rest) * 2, inputs, n, rest * 2, room);
+    pass<bf16, 0>(n, weights + (steps - rest) * kStepBytes, input, rest, steps == rest, sums + row * kTile, next);
+  }
+}
+
 // One tile for all rows: `x` [rows][steps] words → `sums` [rows][kTile]. `next` is what this thread reads after it.
 template <class T>
-void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* sums, const char* next, Kept<T>* room) {
+void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* sums, const char* next, Kept<T>* room,
+          Tiles& tiles) {
+  if constexpr (kApart<T>)
+    if (rows >= kTilesFrom && tiles.allowed()) return tile_in_tiles(weights, x, rows, steps, sums, next, room, tiles);
   const int64_t inputs = steps * kWord<T>, passes = (rows + kPassRows<T> - 1) / kPassRows<T>;
   for (int64_t from = 0; from < steps; from += kBlockSteps) {
     const int64_t count = least(steps - from, kBlockSteps);
@@ -274,7 +306,7 @@ void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, int6
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int j = 0; j < V; ++j) sum[r][j] = zeros();
-    for (int64_t s = 0; s < group / kWord<T>; ++s) {
+    add_words<T>(group / kWord<T>, sum, [&](int64_t s, Part<T>(&part)[R][V]) {
       Factors<T> w[V];
 #pragma GCC unroll 4
       for (int j = 0; j < V; ++j) w[j] = from(s, column / kLanes + j);
@@ -283,9 +315,9 @@ void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, int6
       for (int r = 0; r < R; ++r) {
         const Factors<T> word = kept(T{}, x.at + r * x.stride, s);
 #pragma GCC unroll 4
-        for (int j = 0; j < V; ++j) sum[r][j] = add_products(T{}, w[j], word, sum[r][j]);
+        for (int j = 0; j < V; ++j) part[r][j] = add_products(T{}, w[j], word, part[r][j]);
       }
-    }
+    });
     Floats scale[V], minimum[V];
 #pragma GCC unroll 4
     for (int j = 0; j < V; ++j) {
@@ -304,11 +336,54 @@ void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, int6
   }
 }
 
+#ifdef BATON_TILES
+// As `code_tile` below, in tiles of AMX. `words` is for [kBlockInputs] codes made bf16, and behind them what a group comes to.
+template <class Bits>
+void code_tile_in_tiles(const Weight& weight, const char* tile, const bf16* x, int64_t rows, int64_t inputs, float* sums,
+                        const char* next, uint32_t* words, Tiles& tiles) {
+  const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / 2;
+  auto* const part = reinterpret_cast<float*>(words + kBlockInputs / 2 * kTile);  // [kTiledRows][kTile]
+  const int64_t whole = inputs / group * bytes, passes = (rows + kTiledRows - 1) / kTiledRows;
+  for (int64_t begin = 0; begin < inputs; begin += group) {
+    const char* const at = tile + begin / group * bytes;
+    const Scales scales{weight, at};
+    const int64_t later = begin / group * bytes + kCodesAhead - whole;
+    const char* const ahead = later < 0 ? at + kCodesAhead : next + later;
+    for (int64_t s = 0; s < steps; ++s)
+#pragma GCC unroll 4
+      for (int j = 0; j < kTile / kLanes; ++j)
+        store_words(words + s * kTile + j * kLanes, word_of(Bits{}, at + scale_bytes(weight), s, j));
+    for (int64_t p = 0; p < passes; ++p) {
+      const int64_t row = p * kTiledRows, n = least(rows - row, kTiledRows), lines = p ? 0 : bytes / (steps / kSpan) / 64;
+      const bf16* const input = x + row * inputs + begin;
+      tiles.multiply(reinterpret_cast<const char*>(words), input, inputs, n, steps / kSpan, true, part, ahead, lines);
+      Floats all[kTiledRows];  // inputs of each row
+      if (weight.minimums)
+        for (int64_t r = 0; r < n; ++r) all[r] = total(input + r * inputs, group);
+      for (int column = 0; column < kTile; column += kLanes) {
+        const Floats scale = scales.scale(column), minimum = weight.minimums ? scales.minimum(column) : zeros();
+        for (int64_t r = 0; r < n; ++r) {
+          float* const to = sums + (row + r) * kTile + column;
+          Floats so_far = fma(load16(part + r * kTile + column), scale, begin ? load16(to) : zeros());
+          if (weight.minimums) so_far = fma(all[r], minimum, so_far);
+          store16(to, so_far);
+        }
+      }
+    }
+  }
+}
+#endif
+
 // One tile of codes for all rows: `x` [rows][inputs] → `sums` [rows][kTile]. Few rows have factors made in registers, many in
 // `block`, for [kBlockInputs][kTile] codes. `next` is what this thread reads after it.
 template <class T, class Bits>
 void code_tile(const Weight& weight, const char* tile, const T* x, int64_t rows, int64_t inputs, float* sums,
-               const char* next, Factors<T>* block, Kept<T>* room) {
+               const char* next, Factors<T>* block, Kept<T>* room, Tiles& tiles) {
+#ifdef BATON_TILES
+  if constexpr (kApart<T>)
+    if (rows >= kCodeTilesFrom && weight.group % (2 * kSpan) == 0 && tiles.allowed())
+      return code_tile_in_tiles<Bits>(weight, tile, x, rows, inputs, sums, next, reinterpret_cast<uint32_t*>(block), tiles);
+#endif
   const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / kWord<T>;
   const bool few = rows <= kCodeRows<T>;
   const int64_t most = few ? kCodeRows<T> : kPassRows<T>, passes = (rows + most - 1) / most;
@@ -378,6 +453,7 @@ struct Private {
   float* best;        // [samples][kLanes]: the largest logit of each lane so far
   int32_t* best_ids;  // likewise
   Scratch* scratch;
+  Tiles* tiles;
 };
 
 // What attends together: some rows, where they came from, and the work that they make.
@@ -462,6 +538,8 @@ class Step {
   void run_head() {
     pool_->run([this](int thread) {
       const FlushDenormals flush;
+      Tiles tiles;
+      own_[thread].tiles = &tiles;
       multiply_head(thread);
       meet();
       if (thread == 0) choose();
@@ -483,6 +561,8 @@ class Step {
 
   void work(int thread) {
     const FlushDenormals flush;
+    Tiles tiles;
+    own_[thread].tiles = &tiles;
     const bool draws = m.layer[m.layers - 1].output.tiles;
     begin(thread);
     for (int64_t l = 0; l < m.layers; ++l) {
@@ -640,9 +720,9 @@ class Step {
     const T* const input = x + first * matrix.inputs;
     const auto one = [&](int64_t index, float* sums, const char* then) {
       const char* const tiles = tile_of(matrix, index);
-      if (!matrix.weight.bits) return tile<T>(tiles, input, count, matrix.inputs / kWord<T>, sums, then, own.room);
+      if (!matrix.weight.bits) return tile<T>(tiles, input, count, matrix.inputs / kWord<T>, sums, then, own.room, *own.tiles);
       const auto multiply_codes = matrix.weight.bits == 4 ? code_tile<T, FourBits> : code_tile<T, EightBits>;
-      multiply_codes(matrix.weight, tiles, input, count, matrix.inputs, sums, then, own.block, own.room);
+      multiply_codes(matrix.weight, tiles, input, count, matrix.inputs, sums, then, own.block, own.room, *own.tiles);
     };
     const int64_t second = t + tiles_of(matrix);
     one(t, own.sums, matrix.twice ? tile_of(matrix, second) : next);

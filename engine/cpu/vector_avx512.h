@@ -132,6 +132,20 @@ inline Floats number(EightBits, const char* codes, int64_t input, int vector) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)))};
 }
 
+// Of two codes their bf16. One of four bits is looked up, by the lowest five bits, of which the fifth is another code's.
+inline Words word_of(FourBits, const char* codes, int64_t step, int vector) {
+  const __m512i table = _mm512_set_epi16(
+      0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f60, -0x3f40,
+      -0x3f20, -0x3f00, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80,
+      -0x3f60, -0x3f40, -0x3f20, -0x3f00);
+  const __m512i all = load_words(codes + step * FourBits::kPairBytes).all;
+  const __m512i lowest = _mm512_srlv_epi16(all, _mm512_set1_epi16(static_cast<int16_t>(4 * vector)));
+  return {_mm512_permutexvar_epi16(lowest, table)};
+}
+inline Words word_of(EightBits bits, const char* codes, int64_t step, int vector) {
+  return pairs(number(bits, codes, 2 * step, vector), number(bits, codes, 2 * step + 1, vector));
+}
+
 // --- across lanes ----------------------------------------------------------------------------------------------------
 
 inline void transpose(Words (&x)[kLanes]) {

@@ -20,18 +20,9 @@ template <class Bits>
 Words decoded(float, Bits, const char* codes, int64_t step, int vector) {
   return as_words(number(Bits{}, codes, step, vector));
 }
-// A code has its bf16 looked up, by the lowest five bits, of which the fifth is another code's.
-inline Words decoded(bf16, FourBits, const char* codes, int64_t step, int vector) {
-  const __m512i table = _mm512_set_epi16(
-      0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80, -0x3f60, -0x3f40,
-      -0x3f20, -0x3f00, 0x40e0, 0x40c0, 0x40a0, 0x4080, 0x4040, 0x4000, 0x3f80, 0, -0x4080, -0x4000, -0x3fc0, -0x3f80,
-      -0x3f60, -0x3f40, -0x3f20, -0x3f00);
-  const __m512i all = load_words(codes + step * FourBits::kPairBytes).all;
-  const __m512i lowest = _mm512_srlv_epi16(all, _mm512_set1_epi16(static_cast<int16_t>(4 * vector)));
-  return {_mm512_permutexvar_epi16(lowest, table)};
-}
-inline Words decoded(bf16, EightBits bits, const char* codes, int64_t step, int vector) {
-  return pairs(number(bits, codes, 2 * step, vector), number(bits, codes, 2 * step + 1, vector));
+template <class Bits>
+Words decoded(bf16, Bits bits, const char* codes, int64_t step, int vector) {
+  return word_of(bits, codes, step, vector);
 }
 
 template <class T>

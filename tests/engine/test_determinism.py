@@ -34,19 +34,21 @@ OWN = MOST // PAGE + 1  # pages of a sequence
 
 pytestmark = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 both = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+TILE_ORDER = "-DBATON_TILE_ORDER"
+AMX = "amx_bf16" in build.cpu_description().split()
+NARROW = ("-march=x86-64-v3", TILE_ORDER) if AMX else ("-march=x86-64-v3",)
 INT8 = [("llama", "bfloat16, int8"), ("gemma3", "bfloat16, int8"), ("mistral-window", "float32, int8")]
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """`engines(name, dtype, threads, head)`; `narrow`: as on a CPU with AVX2 alone. "float32, int8": the model's dtype
-    and that of its pages."""
+    """`engines(name, dtype, threads, head, flags)`; `flags`: compiled for AVX2 alone, or otherwise. "float32, int8":
+    the model's dtype and that of its pages."""
 
     @cache
-    def narrow_library() -> build.Library:
+    def other_library(flags: tuple[str, ...]) -> build.Library:
         with pytest.MonkeyPatch.context() as patch:
-            flags = tuple("-march=x86-64-v3" if flag == "-march=native" else flag for flag in build.FLAGS)
-            patch.setattr(build, "FLAGS", flags)
+            patch.setattr(build, "FLAGS", (*build.FLAGS, *flags))
             return build.load(build.SOURCES, build.cache_root())
 
     @cache
@@ -57,10 +59,10 @@ def engines(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         return quantized_checkpoints.make(form, tmp_path_factory.mktemp("model"), recipe, initializer_range=0.1)
 
     @cache
-    def loaded(name: str, dtype: str, threads: int = 1, head: bool = True, narrow: bool = False) -> Engine:
+    def loaded(name: str, dtype: str, threads: int = 1, head: bool = True, flags: tuple[str, ...] = ()) -> Engine:
         with pytest.MonkeyPatch.context() as patch:
-            if narrow:
-                patch.setattr(build, "library", narrow_library)
+            if flags:
+                patch.setattr(build, "library", lambda: other_library(flags))
             computed, _, held = dtype.partition(", ")
             engine = Engine.load(path(name), computed, "cpu", PAGES, PAGE, head, threads, True, held or "auto")
         assert engine._native is not None
@@ -167,7 +169,7 @@ def test_no_path_changes_a_bit(name: str, dtype: str, data: st.DataObject, engin
     length = rng.choice([5, 64, 65, 130, 300, 520, MOST])
     tokens = [rng.randrange(VOCAB) for _ in range(length)]
     first = whole(engines(name, dtype), tokens)
-    other = engines(name, dtype, rng.choice([1, 2, 3]), head=rng.random() < 0.8, narrow=rng.random() < 0.3)
+    other = engines(name, dtype, rng.choice([1, 2, 3]), rng.random() < 0.8, NARROW if rng.random() < 0.3 else ())
     assert_same_bits(first, mixed(other, tokens, rng))
 
 
@@ -186,6 +188,19 @@ def test_no_path_changes_a_bit_of_a_window(name: str, dtype: str, data: st.DataO
     plain = whole(engines(name, dtype), tokens)
     assert_same_bits(Computed(first.pages[: window.exact], {}), Computed(plain.pages[: window.exact], {}))
     assert (window.exact >= len(tokens)) == torch.equal(first.pages, plain.pages)
+
+
+@pytest.mark.technique("The same bits by every path")
+@pytest.mark.parametrize("name", ["llama", "int8 of llama", "int4 of qwen3"])
+@examples(8)
+@given(data=st.data())
+def test_the_order_of_tiles_is_the_same_without_them(name: str, data: st.DataObject, engines: Engines) -> None:
+    """Where AMX is, its tiles beside vectors of both kinds, and else these beside each other."""
+    rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
+    tokens = [rng.randrange(VOCAB) for _ in range(rng.choice([64, 130, 520]))]
+    first = whole(engines(name, "bfloat16", flags=(TILE_ORDER,)), tokens)
+    flags = rng.choice([(TILE_ORDER, "-mno-amx-bf16"), ("-march=x86-64-v3", TILE_ORDER)])
+    assert_same_bits(first, mixed(engines(name, "bfloat16", rng.choice([1, 2]), flags=flags), tokens, rng))
 
 
 @pytest.mark.technique("Prefixes shared within a page")

@@ -1,0 +1,154 @@
+// Products of bf16 in the tiles of AMX, which come to the bits of `add_words`: 16 rows times 16 columns at a time.
+//
+// A span is 16 words of inputs. Registers 0 to 3 have sums, those behind them rows of inputs, and the last ones words of
+// weights. With up to 16 rows the four are side by side, and else two by two.
+#pragma once
+
+#include "kernels.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define BATON_TILES
+#endif
+
+namespace baton {
+
+constexpr int kTiledRows = 32;  // at a time
+
+#ifdef BATON_TILES
+
+// What one thread needs. Another user of the tiles finds them configured as before.
+class Tiles {
+ public:
+  Tiles() {
+    if (allowed()) _tile_storeconfig(before_);
+  }
+  ~Tiles() {
+    if (allowed()) _tile_loadconfig(before_);
+  }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+
+  // Whether the system lets this process use tiles. If not, vectors do their work.
+  static bool allowed() {
+    constexpr int kAsk = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM
+    static const bool answer = syscall(SYS_arch_prctl, kAsk, kTileData) == 0;
+    return answer;
+  }
+
+  // Adds the products of up to 32 rows with 64 columns to `sums`, [rows][64]; `first`: to zero. A span of weights is
+  // [16][64] words. With each span, `lines` cache lines are asked for from `ahead` on.
+  void multiply(const char* weights, const bf16* x, int64_t stride, int64_t rows, int64_t spans, bool first, float* sums,
+                const char* ahead, int64_t lines) {
+    configure(rows);
+    asm volatile("" ::: "memory");  // what is read below has been written
+    const char* const input = reinterpret_cast<const char*>(x);
+    const auto ask = [&](int64_t span) {
+      for (int64_t i = span * lines; i < (span + 1) * lines; ++i) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
+    };
+    stride *= sizeof(bf16);
+    if (rows <= 16) return side_by_side(weights, input, stride, spans, first, sums, ask);
+    for (int64_t half = 0; half < 2; ++half)
+      two_by_two(weights + half * 128, kRow, input, stride, 64, spans, first, sums + half * 32, kRow, [&](int64_t span) {
+        if (half == 0) ask(span);
+      });
+  }
+
+ private:
+  static constexpr int64_t kRow = 256, kSpanBytes = 16 * kRow;  // of weights
+
+  void configure(int64_t rows) {
+    if (rows == rows_) return;
+    rows_ = rows;
+    alignas(64) uint8_t config[64] = {1};
+    const int64_t upper = rows < 16 ? rows : 16;
+    const int64_t count[8] = {upper, upper, rows <= 16 ? upper : rows - 16, rows <= 16 ? upper : rows - 16, upper,
+                              rows <= 16 ? 16 : rows - 16, 16, 16};
+    for (int tile = 0; tile < 8; ++tile) {
+      config[16 + 2 * tile] = 64;  // bytes of a row
+      config[48 + tile] = static_cast<uint8_t>(count[tile]);
+    }
+    _tile_loadconfig(config);
+  }
+
+  template <class Ask>
+  static void side_by_side(const char* weights, const char* x, int64_t stride, int64_t spans, bool first, float* sums,
+                           const Ask& ask) {
+    if (first) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums, kRow);
+      _tile_loadd(1, sums + 16, kRow);
+      _tile_loadd(2, sums + 32, kRow);
+      _tile_loadd(3, sums + 48, kRow);
+    }
+    for (int64_t span = 0; span < spans; ++span, weights += kSpanBytes, x += 64) {
+      ask(span);
+      _tile_loadd(4, x, stride);
+      _tile_loadd(5, weights, kRow);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, weights + 64, kRow);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, weights + 128, kRow);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, weights + 192, kRow);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, kRow);
+    _tile_stored(1, sums + 16, kRow);
+    _tile_stored(2, sums + 32, kRow);
+    _tile_stored(3, sums + 48, kRow);
+  }
+
+  // 32 rows, `stride` bytes apart and those of a span `step` bytes behind those of the one before, times 32 columns.
+  template <class Ask>
+  static void two_by_two(const char* weights, int64_t row, const char* x, int64_t stride, int64_t step, int64_t spans,
+                         bool first, float* sums, int64_t apart, const Ask& ask) {
+    float* const lower = sums + 16 * (apart / int64_t{sizeof(float)});
+    if (first) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, sums, apart);
+      _tile_loadd(1, sums + 16, apart);
+      _tile_loadd(2, lower, apart);
+      _tile_loadd(3, lower + 16, apart);
+    }
+    for (int64_t span = 0; span < spans; ++span, weights += 16 * row, x += step) {
+      ask(span);
+      _tile_loadd(4, x, stride);
+      _tile_loadd(6, weights, row);
+      _tile_loadd(7, weights + 64, row);
+      _tile_loadd(5, x + 16 * stride, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, sums, apart);
+    _tile_stored(1, sums + 16, apart);
+    _tile_stored(2, lower, apart);
+    _tile_stored(3, lower + 16, apart);
+  }
+
+  int64_t rows_ = 0;
+  alignas(64) uint8_t before_[64];
+};
+
+#else
+
+class Tiles {
+ public:
+  static bool allowed() { return false; }
+  void multiply(const char*, const bf16*, int64_t, int64_t, int64_t, bool, float*, const char*, int64_t) {}
+};
+
+#endif
+
+}  // namespace baton
