@@ -156,7 +156,7 @@ def test_greedy_tokens_are_those_of_transformers(
     reference: Callable[[str], Reference],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engine_module, "linear_maker", lambda device, spec: PlainLinears())
+    monkeypatch.setattr(engine_module, "linear_maker", lambda device, spec, quantization: PlainLinears())
     monkeypatch.setattr(mlp, "_has_kernel", lambda device, dtype: kernel)
     engine = Engine.load(checkpoint(name), "float32", "cpu", 64, 16, True, 1, native=False)
     layers = [layer.mlp for layer in engine._model._weights.layers]
