@@ -509,10 +509,11 @@ class DecodeScheduler:
             self._speculation.step_ended(done.plan, step)
         scored = self._take_scores(done)
         drawn: list[Items[Sampled]] = []
+        learns = self._speculation if self._speculation is not None and self._speculation.guesses else None
         for number, (name, chunk) in enumerate(done.plan.items()):
             right = accepted(chunk, (*done.verified.get(number, ()), done.sampled[number]))
-            if self._speculation is not None and (sequence := self._in_step(name, chunk)) is not None:
-                self._speculation.learn(sequence, chunk, right)
+            if learns is not None and (sequence := self._in_step(name, chunk)) is not None:
+                learns.learn(sequence, chunk, right)
             drawn.append(_with_forced(chunk, right))
         return scored + self._take_tokens(done.plan, drawn, now)
 

@@ -2,7 +2,7 @@
 
 How many a step verifies is decided by `decode_worker.proposal_counts`, from what was drawn and from what steps take.
 What was not verified is compared with the draws all the same: a sequence that begins to repeat itself is seen without a
-cost.
+cost. Where a decision would take too large a share of a step, nothing is guessed for that step.
 
 By the same costs a step saves its sequence `accepted · seconds` less what its proposals have made all wait: each
 accepted token is one that no step of its own has drawn. Pure.
@@ -84,6 +84,7 @@ class Speculation:
         is taken early. `drafter`: guesses where the proposer has none. `verify_all`: every guess is verified, whatever
         it costs."""
         self.stats = SpeculationStats()
+        self.guesses = False  # whether any sequence of the last plan has a guess, which a draw is to be compared with
         self._make, self._costs, self._pages, self._page_size = make, costs, pages, page_size
         self._drafter, self._verify_all = drafter, verify_all
         self._rights = [*_FIRST]
@@ -95,7 +96,11 @@ class Speculation:
     def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> float:
         """Add proposals to the chunks of a plan, up to so many tokens in all. Return the seconds that the draft model
         has taken."""
-        self._longer = 0.0
+        self._longer, self.guesses = 0.0, False
+        context = sum(chunk.start + 1 for chunk in plan.values())
+        expected = self._costs.cost.of(rows=len(plan), context=context) * self._lately
+        if not (self._verify_all or self._chooser.is_due(len(plan), expected)):
+            return 0.0
         candidates = [
             candidate
             for name, chunk in plan.items()
@@ -104,6 +109,7 @@ class Speculation:
         ]
         if not candidates:
             return 0.0
+        self.guesses = True
         work = sample_of(list(plan.values()), 0.0)
         room = most_tokens - work.tokens - (rows := work.rows)
         for each, count in zip(candidates, self._counts(work, candidates), strict=True):
@@ -199,6 +205,9 @@ class Speculation:
 
         guessers = [each.guesser for each in candidates]
         chosen = self._chooser.choose(guessers, work.rows, self._seconds, prompts, drafting)
+        steps = max((count for each, count in zip(guessers, chosen.counts, strict=True) if each.drafted), default=0)
+        if steps and chosen.trial and not self._chooser.pay(drafting(steps)):
+            return [0 if each.drafted else count for each, count in zip(guessers, chosen.counts, strict=True)]
         return [
             count if self._catches_up(each, count, chosen) else 0
             for each, count in zip(candidates, chosen.counts, strict=True)
@@ -206,15 +215,18 @@ class Speculation:
 
     def _catches_up(self, each: _Candidate, count: int, chosen: ProposalCounts) -> bool:
         """Whether its guesses are worth the tokens that the draft model must compute first, if it goes on as long as
-        it may."""
+        it may. In a trial: whether these may be spent."""
         if not (count and each.proposals.drafted and self._drafter is not None):
             return True
         if (tokens := self._drafter.pending(each.sequence)) <= _DEPTH:
             return True
+        seconds = self._drafter.costs.seconds(tokens, pairs(tokens))
+        if chosen.trial:
+            return self._chooser.pay(seconds)
         right = each.guesser.right
         gain = right * (1 - right**count) / (1 - right)
         steps = (each.sequence.max_tokens - each.sequence.generated) / (1 + gain)
-        return self._drafter.costs.seconds(tokens, pairs(tokens)) < steps * (gain / chosen.rate - count * chosen.row)
+        return seconds < steps * (gain / chosen.rate - count * chosen.row)
 
     def _room(self, sequence: Sequence, count: int, sequences: int) -> int:
         """How many of so many proposals its pages have room for. The next page is taken only if each sequence of the

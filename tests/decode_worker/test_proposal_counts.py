@@ -116,3 +116,45 @@ def test_the_likeliest_proposals_of_all_sequences_are_chosen() -> None:
         counts = chooser.choose(drafted, 2, 1.0, 0.0, lambda steps, each=seconds: each * steps).counts
         assert counts[0] <= most
         assert counts[1] == 3
+
+
+def test_deciding_takes_a_small_share_of_short_steps_and_every_long_step_is_decided() -> None:
+    def decided(seconds: float) -> int:
+        chooser = ProposalChooser(RowCurve(StepCoefficients(row=1.0)))
+        count = 0
+        for _ in range(400):
+            if chooser.is_due(32, seconds):
+                chooser.choose([Guesser(0.1, 4)] * 32, 32, seconds, 0.0, lambda steps: 0.0)
+                count += 1
+        return count
+
+    assert decided(0.1) == 400
+    assert 20 <= decided(0.003) <= 40
+
+
+def test_while_proposals_are_verified_each_step_is_decided() -> None:
+    chooser = ProposalChooser(RowCurve(StepCoefficients(fixed=0.003)))
+    for _ in range(100):
+        assert chooser.is_due(32, 0.003)
+        chooser.choose([Guesser(0.9, 4)] * 32, 32, 0.003, 0.0, lambda steps: 0.0)
+
+
+def test_deciding_is_a_part_of_the_price() -> None:
+    for seconds, most in ((1e-3, 4), (1e-5, 0)):
+        chooser = ProposalChooser(RowCurve(StepCoefficients(fixed=seconds)))
+        counts = chooser.choose([Guesser(0.5, 4)], 1, seconds, 0.0, lambda steps: 0.0).counts
+        assert counts == (most,)
+
+
+@given(st.integers(1, 40), st.floats(1e-4, 1.0), st.lists(st.floats(1e-5, 10.0), min_size=20, max_size=40))
+def test_trials_take_few_proposals_and_a_share_of_all_seconds(
+    sequences: int, seconds: float, asked: list[float]
+) -> None:
+    chooser = ProposalChooser(RowCurve(StepCoefficients(row=1.0)))
+    paid = 0.0
+    for step, cost in enumerate(asked, 1):
+        if chooser.is_due(sequences, seconds):
+            chosen = chooser.choose([Guesser(0.5, 16)] * sequences, sequences, seconds, 0.0, lambda steps: 0.0)
+            assert sum(chosen.counts) <= 16 if chosen.trial else not any(chosen.counts)
+        paid += cost if chooser.pay(cost) else 0.0
+        assert paid <= 0.02 * step * seconds * (1 + 1e-9)
