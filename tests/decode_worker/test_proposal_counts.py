@@ -148,11 +148,11 @@ def test_deciding_is_a_part_of_the_price() -> None:
 
 @given(st.integers(1, 40), st.floats(1e-4, 1.0), st.lists(st.floats(1e-5, 10.0), min_size=20, max_size=40))
 def test_trials_take_few_proposals_and_a_share_of_all_seconds(
-    sequences: int, seconds: float, asked: list[float]
+    sequences: int, seconds: float, costs: list[float]
 ) -> None:
     chooser = ProposalChooser(RowCurve(StepCoefficients(row=1.0)))
     paid = 0.0
-    for step, cost in enumerate(asked, 1):
+    for step, cost in enumerate(costs, 1):
         if chooser.is_due(sequences, seconds):
             chosen = chooser.choose([Guesser(0.5, 16)] * sequences, sequences, seconds, 0.0, lambda steps: 0.0)
             assert sum(chosen.counts) <= 16 if chosen.trial else not any(chosen.counts)
