@@ -90,7 +90,9 @@ own copy. vLLM's names for `fp8` and `int8` are passed on to its runner.
 ## GGUF
 
 `baton up --model FILE.gguf` serves one file, with its tokenizer and its chat template (`pip install 'baton[gguf]'`). It
-is read by our own engine: Llama, with the tokenizers of Llama 3 and SmolLM2. What describes the file is made once below
+is read by our own engine: the architectures llama, [qwen2 and qwen3](../tests/engine/test_gguf.py), with the
+[tokenizers](../tests/baton/test_from_gguf.py) of Llama 3, SmolLM2 and Qwen. Other architectures, tokenizers and
+tensors, and a scaled rotary embedding, are refused by name. What describes the file is made once below
 `~/.cache/baton/gguf`. The numbers stay in the file, so it must stay where it is.
 
 | type | native |

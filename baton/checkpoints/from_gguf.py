@@ -1,4 +1,4 @@
-"""A GGUF file of llama's architecture in Hugging Face's layout: with its numbers in bfloat16, or as it is.
+"""A GGUF file in Hugging Face's layout: with its numbers in bfloat16, or as it is.
 
 The same file gives the same bytes on every machine: its nodes derive page keys from them.
 """
@@ -32,7 +32,13 @@ _OF_A_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-
+_OF_AN_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
+    "llama": {},
+    "qwen2": {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"},
+    "qwen3": {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"},
+}
+"""Further tensors of a layer."""
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 CODES = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """Types of tensors whose codes the engine reads as they are. Those of other types are made dense when they are read."""
@@ -53,7 +59,11 @@ def convert(source: Path, out: Path, sampling: Mapping[str, Any]) -> None:
 def link(source: Path, out: Path) -> None:
     """Write what describes `source` into the new directory `out`, and a link to the file. Raises as `convert`."""
     reader, config = _opened(source)
-    types = {hf_name(tensor.name): tensor.tensor_type.name for tensor in reader.tensors if tensor.name != FREQUENCIES}
+    types = {
+        hf_name(tensor.name, config["model_type"]): tensor.tensor_type.name
+        for tensor in reader.tensors
+        if tensor.name != FREQUENCIES
+    }
     codes = {name.removesuffix(".weight"): kind for name, kind in types.items() if kind in CODES}
     embedding = _WHOLE["token_embd.weight"].removesuffix(".weight")
     if (kind := codes.pop(embedding, None)) is not None and config["tie_word_embeddings"]:
@@ -66,16 +76,25 @@ def link(source: Path, out: Path) -> None:
     (out / FILE).symlink_to(source.resolve())
 
 
-def hf_name(name: str) -> str:
+def hf_name(name: str, architecture: str) -> str:
     """Return a tensor's name in Hugging Face's layout. Raises UnsupportedModel."""
     if name in _WHOLE:
         return _WHOLE[name]
-    layer, part = _place(name)
-    return f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight"
+    more = _OF_AN_ARCHITECTURE[architecture]
+    match name.split("."):
+        case ["blk", layer, part, "weight"] if part in _OF_A_LAYER and layer.isdecimal():
+            return f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight"
+        case ["blk", layer, *rest] if (part := ".".join(rest)) in more and layer.isdecimal():
+            return f"model.layers.{layer}.{more[part]}"
+        case _:
+            raise UnsupportedModel(f"the tensor {name} has no place in a checkpoint of the architecture {architecture}")
 
 
 def heads_of(name: str, fields: Mapping[str, Any]) -> int | None:
-    """Return how many heads' rows a tensor has in llama.cpp's order; None if its rows are in ours."""
+    """Return how many heads' rows a tensor has in llama.cpp's order; None if its rows are in ours, as all are but
+    those of the architecture "llama"."""
+    if fields["general.architecture"] != "llama":
+        return None
     heads = fields["llama.attention.head_count"]
     count = {"attn_q": heads, "attn_k": fields.get("llama.attention.head_count_kv", heads)}
     return next((number for part, number in count.items() if f".{part}." in name), None)
@@ -94,8 +113,8 @@ def read(source: Path) -> tuple[Any, Mapping[str, Any]]:
 
 def _opened(source: Path) -> tuple[Any, dict[str, Any]]:
     reader, fields = read(source)
-    if (architecture := fields.get("general.architecture")) != "llama":
-        raise UnsupportedModel(f"{source.name} is of the architecture {architecture!r}; only llama is read")
+    if (architecture := fields.get("general.architecture")) not in _CLASSES:
+        raise UnsupportedModel(f"{source.name} is of the architecture {architecture!r}; known: {', '.join(_CLASSES)}")
     config = _config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
     factors = [tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES]
     if factors:
@@ -116,23 +135,25 @@ def _write_all(reader: Any, config: Mapping[str, Any], sampling: Mapping[str, An
 
 
 def _config(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-    heads, hidden = fields["llama.attention.head_count"], fields["llama.embedding_length"]
-    if (scaling := fields.get("llama.rope.scaling.type", "none")) != "none":
+    architecture = fields["general.architecture"]
+    own = {name.removeprefix(f"{architecture}."): value for name, value in fields.items()}
+    heads, hidden = own["attention.head_count"], own["embedding_length"]
+    if (scaling := own.get("rope.scaling.type", "none")) != "none":
         raise UnsupportedModel(f"rotary embedding scaled as {scaling!r} is not read from GGUF")
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_CLASSES[architecture]],
+        "model_type": architecture,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "hidden_size": hidden,
-        "intermediate_size": fields["llama.feed_forward_length"],
-        "num_hidden_layers": fields["llama.block_count"],
+        "intermediate_size": own["feed_forward_length"],
+        "num_hidden_layers": own["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
-        "head_dim": fields.get("llama.attention.key_length", hidden // heads),
-        "max_position_embeddings": fields["llama.context_length"],
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": own.get("attention.key_length", hidden // heads),
+        "max_position_embeddings": own["context_length"],
         # As float32: the shortest number that means it, 1e-05 and not 9.999999747378752e-06.
-        "rms_norm_eps": float(str(np.float32(fields["llama.attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": float(fields.get("llama.rope.freq_base", 10_000.0)),
+        "rms_norm_eps": float(str(np.float32(own["attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
         "hidden_act": "silu",
         "tie_word_embeddings": tied,
         "dtype": "bfloat16",
@@ -152,16 +173,7 @@ def _weights(reader: Any) -> Iterator[tuple[str, NDArray[np.uint16]]]:
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if (heads := heads_of(tensor.name, fields)) is not None:
             weight = halves(weight, heads)
-        yield hf_name(tensor.name), bfloat16(weight)
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Return the layer and the part that a tensor's name says. Raises UnsupportedModel."""
-    match name.split("."):
-        case ["blk", layer, part, "weight"] if part in _OF_A_LAYER and layer.isdecimal():
-            return int(layer), part
-        case _:
-            raise UnsupportedModel(f"the tensor {name} has no place in a Llama checkpoint")
+        yield hf_name(tensor.name, fields["general.architecture"]), bfloat16(weight)
 
 
 def halves(weight: NDArray[Any], heads: int) -> NDArray[Any]:

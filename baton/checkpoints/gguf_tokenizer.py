@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from baton.errors import UnsupportedModel
 
-_LLAMA = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Where Llama 3's words end."""
-_CONTROL = 3  # GGUF's type of a special token
+"""Where the words of Llama 3 and Qwen end: their numbers have up to 3 digits, or 1."""
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF's types of a special token, and of another that is found before words are
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -28,7 +28,7 @@ def write(fields: Mapping[str, Any], out: Path) -> None:
     }
     settings |= {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": fields["llama.context_length"],
+        "model_max_length": fields[f"{fields['general.architecture']}.context_length"],
         "clean_up_tokenization_spaces": False,
     }
     read(fields).save(str(out / "tokenizer.json"))
@@ -41,25 +41,30 @@ def read(fields: Mapping[str, Any]) -> Tokenizer:
     """Return the byte-level BPE of the fields. Raises UnsupportedModel for another kind.
 
     llama.cpp's "smollm" is SmolLM2's own rule: each digit is a word, and then GPT-2's words are found between them.
-    "llama-bpe" is Llama 3's: a word that is a token is that token, whatever the merges.
+    "llama-bpe" is Llama 3's: a word that is a token is that token, whatever the merges. "qwen2" is that of Qwen2 and
+    Qwen3, whose texts are normalized first, as transformers does.
     """
     kind = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-    if kind not in (("gpt2", "smollm"), ("gpt2", "llama-bpe")):
-        raise UnsupportedModel(f"the tokenizer is of the kind {kind}; known: gpt2 with smollm or llama-bpe")
-    llama = kind[1] == "llama-bpe"
+    if kind not in (("gpt2", "smollm"), ("gpt2", "llama-bpe"), ("gpt2", "qwen2")):
+        raise UnsupportedModel(f"the tokenizer is of the kind {kind}; known: gpt2 with smollm, llama-bpe or qwen2")
+    llama, smollm, qwen = (kind[1] == known for known in ("llama-bpe", "smollm", "qwen2"))
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama))
-    words = pre_tokenizers.Split(Regex(_LLAMA), "isolated") if llama else pre_tokenizers.Digits(individual_digits=True)
+    digits = 1 if qwen else 3
+    words = pre_tokenizers.Digits(True) if smollm else pre_tokenizers.Split(Regex(_WORDS % digits), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not llama)]
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=smollm)]
     )
+    if qwen:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     bos = fields.get("tokenizer.ggml.bos_token_id")
     if bos is not None and fields.get("tokenizer.ggml.add_bos_token", llama):
         tokenizer.post_processor = processors.TemplateProcessing(f"{tokens[bos]} $A", None, [(tokens[bos], bos)])
     kinds = fields["tokenizer.ggml.token_type"]
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (_CONTROL, _USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL)])
     return tokenizer

@@ -44,12 +44,13 @@ def write(checkpoint: Path, kind: str, file: Path) -> None:
     out.add_token_merges([" ".join(pair) for pair in bpe["merges"]])
     out.add_bos_token_id(raw["bos_token_id"])
     out.add_eos_token_id(raw["eos_token_id"])
-    fields = {"llama.attention.head_count": spec.num_heads, "llama.attention.head_count_kv": spec.num_kv_heads}
+    fields = {"general.architecture": "llama", "llama.attention.head_count": spec.num_heads}
+    fields |= {"llama.attention.head_count_kv": spec.num_kv_heads}
     layers = [f"blk.{layer}." for layer in range(spec.num_layers)]
     for name in ["output_norm", *(layer + part for layer in layers for part in ("attn_norm", "ffn_norm"))]:
-        out.add_tensor(f"{name}.weight", tensors[hf_name(f"{name}.weight")].float().numpy())
+        out.add_tensor(f"{name}.weight", tensors[hf_name(f"{name}.weight", "llama")].float().numpy())
     for name in [_EMBEDDING, *(layer + part for layer in layers for part in _PARTS)]:
-        weight = tensors[hf_name(f"{name}.weight")].float().numpy()
+        weight = tensors[hf_name(f"{name}.weight", "llama")].float().numpy()
         if (heads := heads_of(f"{name}.weight", fields)) is not None:  # in llama.cpp's order of rotated rows
             weight = weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
         of = "Q8_0" if name == _EMBEDDING else kind

@@ -38,7 +38,7 @@ class GgufTensors:
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
             if tensor.name != from_gguf.FREQUENCIES:
-                self._tensors[from_gguf.hf_name(tensor.name)] = tensor
+                self._tensors[from_gguf.hf_name(tensor.name, self._fields["general.architecture"])] = tensor
         embedding = self._tensors.get(_EMBEDDING)
         if embedding is not None and embedding.tensor_type.name in from_gguf.CODES:
             self._tensors.setdefault(_HEAD, embedding)

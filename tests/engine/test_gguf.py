@@ -105,7 +105,7 @@ def dense(file: Path, folder: Path) -> Path:
         weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         if (heads := from_gguf.heads_of(tensor.name, fields)) is not None:
             weight = from_gguf.halves(weight, heads)
-        tensors[from_gguf.hf_name(tensor.name)] = torch.from_numpy(weight)
+        tensors[from_gguf.hf_name(tensor.name, "llama")] = torch.from_numpy(weight)
     from_gguf.convert(file, folder, {})
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -124,6 +124,57 @@ def test_tokens_are_those_of_the_same_numbers_in_safetensors(kind: str, tied: bo
     prompt = prompt_of(70, seed=6)
     expected, gaps = reference.generate(prompt, 40)
     assert_same_tokens(generate(ours, prompt, 40, [16, 1, 30]), expected, gaps)
+
+
+def from_transformers(folder: Path, architecture: str, file: Path) -> Path:
+    """Write the checkpoint of a folder as GGUF in F32, with the names that the package knows."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "config.json").read_text())
+    out = gguf.GGUFWriter(file, architecture)
+    out.add_context_length(config["max_position_embeddings"])
+    out.add_embedding_length(config["hidden_size"])
+    out.add_block_count(config["num_hidden_layers"])
+    out.add_feed_forward_length(config["intermediate_size"])
+    out.add_head_count(config["num_attention_heads"])
+    out.add_head_count_kv(config["num_key_value_heads"])
+    out.add_key_length(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre("qwen2")
+    tokens = TOKENS[: config["vocab_size"]]
+    out.add_token_list(tokens)
+    out.add_token_types([3] + [1] * (len(tokens) - 1))
+    out.add_token_merges(["a b"])
+    out.add_eos_token_id(config["eos_token_id"])
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        theirs = names.get_name(name, (".weight", ".bias"))
+        assert theirs is not None, name
+        out.add_tensor(theirs, tensor.numpy())
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return file
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
+def test_other_architectures_have_the_tokens_of_transformers(architecture: str, tied: bool, home: Path):
+    theirs = checkpoints.make(architecture, home / "theirs", tie_word_embeddings=tied)
+    ours = load(hub.resolve(str(from_transformers(theirs, architecture, home / "model.gguf"))))
+    prompt = prompt_of(70, seed=6)
+    expected, gaps = checkpoints.reference(theirs).generate(prompt, 40)
+    assert_same_tokens(generate(ours, prompt, 40, [16, 1, 30]), expected, gaps)
+
+
+@pytest.mark.parametrize(("architecture", "tensor"), [("qwen3", "attn_q.bias"), ("qwen2", "attn_q_norm.weight")])
+def test_a_tensor_of_another_architecture_is_refused_by_name(architecture: str, tensor: str):
+    with pytest.raises(UnsupportedModel, match=rf"blk\.1\.{tensor} has no place .* {architecture}"):
+        from_gguf.hf_name(f"blk.1.{tensor}", architecture)
 
 
 @pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
