@@ -5,21 +5,25 @@ The workers' tokens have lower log-probabilities the later they come, so a long 
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
+import openai
 import pytest
 
 from baton.addresses import ServiceAddresses
 from baton.client import AsyncClient
 from baton.config import CascadeConfig, FurtherModel, ModelConfig
 from baton.errors import DeadlineExpired, ModelError, UnsupportedField
-from tests.router import tokenizers
+from baton.messages import Decode
+from tests.router import test_chat_api, tokenizers
 from tests.router.served import Served, model_folder, served, settings_for
 from tests.router.test_api import PROMPT, SEED, Door, completion, ready, text_of
+from tests.router.test_chat_api import MESSAGES, OUTPUT, TOOLS, WEATHER, Client
 from tests.router.test_two_models import LARGE
 from tests.support.eventually import eventually_async
 
@@ -30,13 +34,18 @@ CASCADE = CascadeConfig(small="small", large="large", min_logprob=-1.0, tokens=4
 
 
 @contextlib.asynccontextmanager
-async def doors(folder: Path, **more: Any) -> AsyncIterator[tuple[Door, Served, AsyncClient]]:
+async def doors(
+    folder: Path, cascade: CascadeConfig = CASCADE, *, chats: bool = False
+) -> AsyncIterator[tuple[Door, Served, AsyncClient]]:
     """A client of a router with a cascade "both", whose small model has a worker; what starts workers of the large one;
-    and the operator's client."""
+    and the operator's client. `chats`: the models have the tokens and the template of `test_chat_api`."""
     large = ModelConfig(path=str(model_folder(folder / "large")), served_model_name=("large", "big"))
     config = msgspec.structs.replace(
-        settings_for(folder), models=(FurtherModel(model=large, prefill=0),), cascades={"both": CASCADE}, **more
+        settings_for(folder), models=(FurtherModel(model=large, prefill=0),), cascades={"both": cascade}
     )
+    for path in map(Path, (config.model.path, large.path) if chats else ()):
+        test_chat_api.tokenizer().save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": test_chat_api.TEMPLATE}))
     async with served(config) as router, aiohttp.ClientSession() as http:
         addresses = router.addresses
         further = Served(ServiceAddresses(addresses.grpc, addresses.further[0], addresses.http))
@@ -198,3 +207,85 @@ async def test_models_that_read_texts_differently_make_no_cascade(tmp_path: Path
     with pytest.raises(ModelError, match="'small' and 'large' have different tokenizers"):
         async with served(config):
             pass
+
+
+@pytest.fixture(params=["small", "large"])
+def chosen(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@contextlib.asynccontextmanager
+async def chats(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> AsyncIterator[tuple[Client, dict[str, list[Decode]]]]:
+    """A client of a cascade that always chooses the same model, and the orders of each model's worker."""
+    cascade = msgspec.structs.replace(CASCADE, min_logprob=-100.0 if chosen == "small" else 0.0)
+    async with doors(folder, cascade, chats=True) as (client, further, _):
+        (small,) = client.router.cluster.processes.values()
+        workers = {"small": small, "large": further.start("decode", "decode-m1-0")}
+        orders: dict[str, list[Decode]] = {name: [] for name in workers}
+        for name, worker in workers.items():
+
+            def noted(envelope: Any, take: Any = worker.take, heard: list[Decode] = orders[name]) -> None:
+                heard.extend([envelope.message] if isinstance(envelope.message, Decode) else [])
+                take(envelope)
+
+            worker.take = noted
+        yield Client(client.router, monkeypatch), orders
+
+
+async def test_a_chat_calls_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+    fields: Any = {"model": "both", "messages": MESSAGES, "tools": TOOLS}
+    async with chats(tmp_path, monkeypatch, chosen) as (client, orders), client.openai() as door:
+        client.say(OUTPUT)
+        whole = (await door.chat.completions.create(**fields)).choices[0]
+        assert (whole.finish_reason, whole.message.content) == ("tool_calls", "I'll look.")
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in whole.message.tool_calls or ()]
+        assert calls == [("get_weather", WEATHER), ("get_time", {})]
+        pieces = [part async for part in await door.chat.completions.create(**fields, stream=True)]
+        deltas = [part.choices[0].delta for part in pieces]
+        assert "".join(delta.content or "" for delta in deltas) == "I'll look."
+        parts = [call.function for delta in deltas for call in delta.tool_calls or () if call.function]
+        assert [part.name for part in parts if part.name] == ["get_weather", "get_time"]
+        client.say(json.dumps(WEATHER))
+        forced: Any = {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}
+        message = (await door.chat.completions.create(**fields, **forced)).choices[0].message
+        assert [json.loads(call.function.arguments) for call in message.tool_calls or ()] == [WEATHER]
+        assert [order.sampling.grammar is not None for order in orders[chosen]] == [False, False, True]
+
+
+async def test_structured_output_binds_both_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    async with chats(tmp_path, monkeypatch, chosen) as (client, orders), client.openai() as door:
+        client.say(json.dumps(WEATHER))
+        form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": {"type": "object"}}}
+        fields: Any = {"model": "both", "messages": MESSAGES}
+        answer = await door.chat.completions.create(**fields, response_format=form)
+        assert json.loads(answer.choices[0].message.content or "") == WEATHER
+        (first,) = orders["small"]
+        (last,) = orders[chosen]
+        assert first.sampling.grammar == last.sampling.grammar is not None
+        form["json_schema"]["schema"]["type"] = "no such"
+        with pytest.raises(openai.BadRequestError, match="no such"):
+            await door.chat.completions.create(**fields, response_format=form)
+
+
+async def test_a_stop_string_ends_an_answer_before_the_choice_and_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    async with chats(tmp_path, monkeypatch, chosen) as (client, _), client.openai() as door:
+        client.say("abcdefghij")
+        for stop, text in (("bc", "a"), ("de", "abc"), ("hi", "abcdefg")):
+            fields: Any = {"model": "both", "messages": MESSAGES, "max_tokens": 10, "stop": [stop]}
+            (choice,) = (await door.chat.completions.create(**fields)).choices
+            assert (choice.message.content, choice.finish_reason) == (text, "stop")
+            pieces = [part.choices[0] async for part in await door.chat.completions.create(**fields, stream=True)]
+            assert "".join(part.delta.content or "" for part in pieces) == text
+            assert pieces[-1].finish_reason == "stop"
+        async with client.anthropic() as other:
+            for stop in ("bc", "hi"):
+                answer = await other.messages.create(
+                    model="both", max_tokens=10, messages=MESSAGES, stop_sequences=[stop]
+                )
+                assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
