@@ -58,7 +58,7 @@ class FixedPort:
     host: str  # without brackets
     port: int
     host_setting: str = "router.host"
-    any_port: str = ""  # the setting that takes any port, unless it is `setting`=0
+    any_port: str = ""  # what takes any port, unless it is --set `setting`=0
     patience: Patience = _PATIENCE
     partners: Sequence[str] = ()  # the operator's addresses of the routers that may listen there, too
 
@@ -73,10 +73,10 @@ class FixedPort:
             held, now = _holder(self), time.monotonic()
             logged = bool(first_seen)
             if now - first_seen.setdefault(held.kind, now) >= getattr(self.patience, held.kind):
-                another = self.any_port or f"{self.setting}=0"
+                another = self.any_port or f"--set {self.setting}=0"
                 raise PortInUse(
                     f"{self} ({self.setting}) is in use: {held.what}; {held.remedy(self.port)}, or take another port: "
-                    f"--set {another} takes any"
+                    f"{another} takes any"
                 )
             if not logged:
                 log.warning("waiting for %s (%s): %s", self, self.setting, held.what)
@@ -128,6 +128,7 @@ class RouterPorts:
     internal: FixedPort
     http: FixedPort
     api: FixedPort
+    further: tuple[FixedPort, ...]  # as `internal`, of each further model
 
     @classmethod
     def of(
@@ -135,12 +136,18 @@ class RouterPorts:
     ) -> RouterPorts:
         """`inner`: where it listens for workers and stores, unless that is router.host. `partners`: the operator's
         addresses of the routers with which it shares its ports for clients."""
-        router, api = config.router, config.api
+        router, api, inner = config.router, config.api, inner or config.router.host
+        names = [f"models.{each.model.served_name}.internal_port" for each in config.models]
+        any_port = "internal_port: 0 of that model"
         return cls(
             grpc=FixedPort("router.grpc_port", api.host, router.grpc_port, "api.host", "", patience, partners),
-            internal=FixedPort("router.internal_port", inner or router.host, router.internal_port, patience=patience),
+            internal=FixedPort("router.internal_port", inner, router.internal_port, patience=patience),
             http=FixedPort("router.http_port", router.host, router.http_port, patience=patience),
             api=FixedPort("api.port", api.host, api.port, "api.host", "", patience, partners),
+            further=tuple(
+                FixedPort(name, inner, each.internal_port, any_port=any_port, patience=patience)
+                for name, each in zip(names, config.models, strict=True)
+            ),
         )
 
 

@@ -34,7 +34,7 @@ from baton.messages import Message, Peer
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.operator_address import operator_of_router
-from baton.ports import RouterPorts
+from baton.ports import FixedPort, RouterPorts
 from baton.process import settle
 from baton.wire import Listener, ReplayClient, Subscriber, operator_key, refused
 from kvstore.events.wire_format import decode, publisher_of
@@ -86,9 +86,10 @@ async def serve(
     async with contextlib.AsyncExitStack() as cleanup:
         inner = host if hosts.is_wildcard(router.host) else router.host
         others = OtherRouters(config, name, operator_key())
+        ports = RouterPorts.of(config, inner, partners=others.targets)
         links = [
-            await _link(cleanup, pool, Peer("router", name, node, _incarnation(name), os.getpid()), inner)
-            for pool in pools
+            await _link(cleanup, port, Peer("router", name, node, _incarnation(name), os.getpid()))
+            for port in (ports.internal, *ports.further)
         ]
         tracer = await _tracer(cleanup, config, links[0].me, clock)
         drivers = [
@@ -98,7 +99,6 @@ async def serve(
         driver, *further = drivers
         if further:
             driver.metrics.beside({each.model.name: each.metrics for each in further}, driver.model.name)
-        ports = RouterPorts.of(config, inner, partners=others.targets)
         keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
         check_keys(config, keys)
         gate, tls = Gatekeeper(keys), server_tls(config.tls)
@@ -171,13 +171,13 @@ def _incarnation(name: str) -> str:
     return f"{name}.{secrets.token_hex(8)}"
 
 
-async def _link(cleanup: contextlib.AsyncExitStack, pool: Config, me: Peer, inner: str) -> _Link:
+async def _link(cleanup: contextlib.AsyncExitStack, port: FixedPort, me: Peer) -> _Link:
     """Listen for the workers and stores of one model."""
 
     async def listen() -> Listener:
-        return Listener(hosts.endpoint(inner, pool.router.internal_port), me)
+        return Listener(hosts.endpoint(port.host, port.port), me)
 
-    listener = await RouterPorts.of(pool, inner).internal.claim(listen)
+    listener = await port.claim(listen)
     cleanup.callback(listener.close)
     sockets = RouterSockets(listener)
     cleanup.push_async_callback(sockets.close)

@@ -186,9 +186,9 @@ def check_ports(config: Config, say: Callable[[str], object] | None = None) -> s
     PortInUse, and StartupError for a host that is no address of this machine."""
     patience = Patience(listener=0.0, connection=5.0) if say else Patience(0.0, 0.0, 0.0, 0.0)
     ports = RouterPorts.of(config, patience=patience)
-    doors = [ports.grpc, ports.internal, ports.http, ports.api]
+    doors = [ports.grpc, ports.internal, *ports.further, ports.http, ports.api]
     if isinstance(operator := parse_operator(config.router.operator), Loopback):
-        any_port = f"router.operator={operator._replace(port=0)}"
+        any_port = f"--set router.operator={operator._replace(port=0)}"
         doors.append(FixedPort("router.operator", operator.host, operator.port, "router.operator", any_port, patience))
     for door in doors:
         for turn, pause in enumerate(door.waits()):
@@ -205,7 +205,8 @@ def _own_ports(config: Config) -> str:
 
 def _ports(config: Config) -> str:
     router, api = config.router, config.api
-    clients, inside = ((router.grpc_port, api.port), (router.internal_port, router.http_port))
+    clients, further = (router.grpc_port, api.port), (each.internal_port for each in config.models)
+    inside = (router.internal_port, *further, router.http_port)
     return f"{_listed(clients)} on {api.host}, {_listed(inside)} on {router.host}"
 
 

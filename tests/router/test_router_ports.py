@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from baton import ports
-from baton.config import Config
+from baton.config import Config, FurtherModel, ModelConfig
 from baton.errors import StartupError
-from tests.router.served import served, settings_for
+from tests.router.served import model_folder, served, settings_for
 from tests.support.eventually import eventually_async
 from tests.support.outgoing import outgoing
 
@@ -18,10 +18,13 @@ def at(folder: Path, setting: str, port: int) -> Config:
     if setting == "port":
         config = settings_for(folder)
         return msgspec.structs.replace(config, api=msgspec.structs.replace(config.api, port=port))
+    if setting == "models.large.internal_port":
+        large = ModelConfig(path=str(model_folder(folder / "large")))
+        return msgspec.structs.replace(settings_for(folder), models=(FurtherModel(model=large, internal_port=port),))
     return settings_for(folder, **{setting: port})
 
 
-@pytest.mark.parametrize("setting", ["grpc_port", "internal_port", "http_port", "port"])
+@pytest.mark.parametrize("setting", ["grpc_port", "internal_port", "http_port", "port", "models.large.internal_port"])
 async def test_a_router_waits_for_a_port_that_a_connection_holds(
     tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -31,6 +34,7 @@ async def test_a_router_waits_for_a_port_that_a_connection_holds(
     def look(door: ports.FixedPort) -> ports._Holder:
         result = holder(door)
         looks.append(result.kind)
+        assert door.setting.endswith(setting)
         return result
 
     monkeypatch.setattr(ports, "_holder", look)
@@ -39,7 +43,7 @@ async def test_a_router_waits_for_a_port_that_a_connection_holds(
         async def start() -> None:
             async with served(at(tmp_path, setting, connection.port)) as router:
                 addresses = router.addresses
-                doors = (addresses.grpc, addresses.internal, addresses.http, addresses.api)
+                doors = (addresses.grpc, addresses.internal, addresses.http, addresses.api, *addresses.further)
                 assert any(address.endswith(f"127.0.0.1:{connection.port}") for address in doors)
 
         starting = asyncio.create_task(start())
