@@ -85,17 +85,19 @@ def warn(config: Config, say: Callable[[str], object]) -> None:
 
 def examine(config: Config, facts: GpuFacts) -> Iterator[Finding]:
     """Yield a finding for each kind of GPU, and for all that decides how they will serve."""
-    roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
-    on_gpus: Sequence[tuple[WorkerRole, int]] = [
-        (role, count) for role, count in roles if count and config.device_of(role) != "cpu"
-    ]
-    if not facts.gpus or not on_gpus:
+    pools = [pool for pool in config.pools() if _on_gpus(pool)]
+    if not facts.gpus or not pools:
         return
-    yield from _kinds(config, facts)
-    yield from _memory(config, facts, on_gpus[-1][0])
-    yield from _vllm(config, facts)
-    yield from _sharing(config, facts, on_gpus)
+    for look in (_kinds, _memory, _vllm):
+        yield from dict.fromkeys(finding for pool in pools for finding in look(pool, facts))
+    yield from _sharing(pools, facts)
     yield from _host(config, facts)
+
+
+def _on_gpus(config: Config) -> Sequence[tuple[WorkerRole, int]]:
+    """The roles of a model's workers that may have GPUs, with their number."""
+    roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
+    return [(role, count) for role, count in roles if count and config.device_of(role) != "cpu"]
 
 
 def _kinds(config: Config, facts: GpuFacts) -> Iterator[Finding]:
@@ -130,7 +132,8 @@ def has_kernels(kernels: str, capability: tuple[int, int]) -> bool:
     return False
 
 
-def _memory(config: Config, facts: GpuFacts, role: WorkerRole) -> Iterator[Finding]:
+def _memory(config: Config, facts: GpuFacts) -> Iterator[Finding]:
+    role, _ = _on_gpus(config)[-1]
     part = config.worker(role).gpu_memory_utilization
     for index, (gpu, free) in enumerate(zip(facts.gpus, facts.free, strict=False)):
         if free < part * gpu.memory_bytes:
@@ -153,11 +156,12 @@ def _vllm(config: Config, facts: GpuFacts) -> Iterator[Finding]:
         yield Finding("ok", "vLLM", f"{facts.vllm.version}, for GPUs")
 
 
-def _sharing(config: Config, facts: GpuFacts, roles: Sequence[tuple[WorkerRole, int]]) -> Iterator[Finding]:
+def _sharing(pools: Sequence[Config], facts: GpuFacts) -> Iterator[Finding]:
     requests = {
-        f"{role}-{index}": wanted_gpus(config, role)
-        for role, count in roles
-        if uses_assigned_gpu(config.device_of(role))
+        f"{role}-m{number}-{index}": wanted_gpus(pool, role)
+        for number, pool in enumerate(pools)
+        for role, count in _on_gpus(pool)
+        if uses_assigned_gpu(pool.device_of(role))
         for index in range(count)
     }
     shares = [share.share for share in share_gpus(requests, len(facts.gpus)).values()]

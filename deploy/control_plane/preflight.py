@@ -67,8 +67,8 @@ def check(config: Config, say: Callable[[str], object]) -> None:
     check_keys(config)
     check_doors(config)
     check_ports(config, say)
+    check_device(config)
     for pool in pools:
-        check_device(pool)
         check_engine(pool)
     room = available_memory()
     check_memory(config, room)
@@ -287,14 +287,16 @@ def runs_on_cpu(config: Config, role: WorkerRole) -> bool:
 
 
 def check_device(config: Config) -> None:
-    """Check that this machine has the device, and a GPU for each rank, if all workers run here. Raises StartupError."""
+    """Check that this machine has the device, and a GPU for each rank, of each model, if all workers run here. Raises
+    StartupError."""
     if not is_loopback(config.router.host):
         return
     gpus = visible_gpus()
-    roles: Sequence[WorkerRole] = ("prefill", "decode") if config.cluster.prefill else ("decode",)
-    for role in roles:
-        if lack := ranks_problem(config, role, resolve_device(config.device_of(role), gpus), len(gpus.gpus)):
-            raise StartupError(lack)
+    for pool in config.pools():
+        roles: Sequence[WorkerRole] = ("prefill", "decode") if pool.cluster.prefill else ("decode",)
+        for role in roles:
+            if lack := ranks_problem(pool, role, resolve_device(pool.device_of(role), gpus), len(gpus.gpus)):
+                raise StartupError(lack)
 
 
 def ranks_problem(config: Config, role: WorkerRole, device: str, gpus: int) -> str:
@@ -328,11 +330,14 @@ def _torch() -> Finding:
 def cores(config: Config) -> Finding:
     """Compare this machine's cores with the workers that would share them."""
     here = len(os.sched_getaffinity(0))
-    counts: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
-    workers = sum(count for _, count in counts)
-    ranks = sum(count * config.ranks_of(role) for role, count in counts)
+    roles: Sequence[WorkerRole] = ("prefill", "decode")
+    counts: Sequence[tuple[Config, WorkerRole, int]] = [
+        (pool, role, getattr(pool.cluster, role)) for pool in config.pools() for role in roles
+    ]
+    workers = sum(count for _, _, count in counts)
+    ranks = sum(count * pool.ranks_of(role) for pool, role, count in counts)
     text = f"{here} for {workers} workers" + (f" of {ranks} ranks in all" if ranks > workers else "")
-    if here < ranks and any(count and runs_on_cpu(config, role) for role, count in counts):
+    if here < ranks and any(count and runs_on_cpu(pool, role) for pool, role, count in counts):
         return Finding("warn", "cores", text, "they will take turns; fine for trying out, not for speed")
     return Finding("ok", "cores", text)
 

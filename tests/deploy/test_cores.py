@@ -2,12 +2,15 @@
 
 import os
 
+import msgspec
 import pytest
 
-from baton.config import Config, load
+from baton.config import Config, FurtherModel, ModelConfig, load
+from baton.errors import StartupError
 from deploy.control_plane import preflight
 from deploy.placement.desired import ClusterScale, plan, workers_on
 from deploy.processes import share_cores
+from engine.device.gpus import VisibleGpus
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 2, 1), (8, 3, 2), (2, 1, 2), (1, 4, 1), (4, 0, 4)])
@@ -34,3 +37,13 @@ def test_doctor_counts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (preflight.cores(config).level, preflight.cores(config).text) == ("ok", "3 for 2 workers")
     ranks = load(None, {"decode.tensor_parallel_size": 3, "prefill.device": "cpu", "decode.device": "cpu"})
     assert (preflight.cores(ranks).level, preflight.cores(ranks).text) == ("warn", "3 for 2 workers of 4 ranks in all")
+    several = msgspec.structs.replace(config, models=(FurtherModel(model=config.model, prefill=0, decode=2),))
+    assert (preflight.cores(several).level, preflight.cores(several).text) == ("warn", "3 for 4 workers")
+
+
+def test_doctor_looks_for_the_device_of_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: VisibleGpus())
+    large = ModelConfig(path="/large", device="cuda")
+    config = msgspec.structs.replace(load(None, {"model.device": "cpu"}), models=(FurtherModel(model=large),))
+    with pytest.raises(StartupError, match="cuda"):
+        preflight.check_device(config)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replaced
 
-from baton.config import load
+from baton.config import FurtherModel, ModelConfig, load
 from deploy.control_plane import gpu_checks
 from deploy.control_plane.gpu_checks import GpuFacts, examine, has_kernels, read_facts, warn
 from deploy.control_plane.preflight import Finding
@@ -37,6 +37,20 @@ def test_a_machine_on_which_all_is_well() -> None:
     ]
     assert findings(gpus=()) == []
     assert findings({"model.device": "cpu"}) == []
+
+
+def test_each_of_several_models_is_looked_at() -> None:
+    """Models share GPUs, so their workers count together. A finding of all models is told once."""
+
+    def subjects(model: ModelConfig, first: str = "auto", **facts: Any) -> list[str]:
+        config = replaced(load(overrides={"model.device": first}), models=(FurtherModel(model=model),))
+        return [each.subject for each in examine(config, GpuFacts(**(GOOD | facts)))]
+
+    own = ModelConfig(engine="native")
+    assert subjects(own) == ["GPU", "vLLM", "MPS", "arena"]  # four workers on two GPUs
+    assert subjects(own, has_mps=True, free=(GiB, 140 * GiB)) == ["GPU", "GPU memory", "vLLM", "arena"]
+    assert subjects(replaced(own, engine="vllm"), "cpu", vllm=None) == ["GPU", "vLLM", "arena"]
+    assert subjects(replaced(own, device="cpu"), "cpu") == []
 
 
 @pytest.mark.parametrize(
