@@ -53,6 +53,7 @@ _LATE = 0.1  # seconds: of a shorter delay nothing is moved, nor for a smaller g
 _SETTLED = 0.5  # seconds for which an attempt that runs stays where it was placed
 _MOVES = 4  # requests that are moved at a time
 _WORTH = 1.5  # times what a request takes elsewhere, or the rest of its prompt
+_CHUNK = 4  # times `prefill.step_ms`, at most: the chunk under way, which a heartbeat does not tell and a move loses
 
 
 class RequestManager:
@@ -540,7 +541,7 @@ class RequestManager:
             if other is not request and other.keys[: page + 1] == request.keys[: page + 1]:
                 return None  # one computes it for both
             here += min(prompt.seconds, rest) if other.level == request.level else prompt.seconds
-        if here <= _LATE:
+        if (here := here - _CHUNK * self._config.prefill.step_ms / 1_000) <= _LATE:
             return None
         ask = self._placement_request(request, card, now)
         ask = replace(ask, excluded={*ask.excluded, member.incarnation}, shares_with="")

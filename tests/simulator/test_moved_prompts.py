@@ -21,11 +21,16 @@ def long(first: int, at: float = 0.0, tokens: int = LONG) -> Arrival:
 
 
 def run(
-    load: Sequence[Arrival], *, move: bool, event: Callable[[SimulatedCluster], None] | None = None, at: float = 3.0
+    load: Sequence[Arrival],
+    *,
+    move: bool,
+    event: Callable[[SimulatedCluster], None] | None = None,
+    at: float = 3.0,
+    checked: bool = True,
 ) -> tuple[SimulatedCluster, list[float]]:
-    """Serve these on a cluster that notices a wrong page or token. Return the times to the first tokens."""
+    """Serve these. If `checked`, the cluster notices a wrong page or token. Return the times to the first tokens."""
     world = cluster(
-        "2P+2D", runs=False, checked=True,
+        "2P+2D", runs=not checked, checked=checked,
         router__move_prompts=move, router__disaggregation="always", router__explain_requests=100,
     )  # fmt: skip
     ttft: dict[str, float] = {}
@@ -88,6 +93,13 @@ def test_a_death_costs_the_chunks_of_the_one_that_died(place: int) -> None:
     begun = [each.cached for each in record.attempts]
     assert len(begun) == 2 + place, "no attempt of a live worker is lost"
     assert begun == sorted(set(begun)), "each attempt begins behind the one before"
+
+
+def test_moves_make_the_mean_of_random_loads_no_worse() -> None:
+    load = Random(0.6, Lengths("uniform", 1_000, LONG), Lengths("uniform", 5, 20))
+    loads = [list(load.arrivals(50, Wishes(), seed)) for seed in (1, 2, 3)]
+    stayed, moved = (sum(sum(run(each, move=move, checked=False)[1]) for each in loads) for move in (False, True))
+    assert moved <= stayed
 
 
 @pytest.mark.parametrize("layout", ["1P+2D", "3D"])
