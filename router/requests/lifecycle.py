@@ -51,7 +51,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds
 
 _LATE = 0.1  # seconds: of a shorter delay nothing is moved, nor for a smaller gain
 _SETTLED = 0.5  # seconds for which an attempt that runs stays where it was placed
-_MOVES = 4  # requests that are moved at a time
+_MOVES = 4  # requests that are moved, or looked at, at a time
 _WORTH = 1.5  # times what a request takes elsewhere, or the rest of its prompt
 _CHUNK = 4  # times `prefill.step_ms`, at most: the chunk under way, which a heartbeat does not tell and a move loses
 
@@ -500,8 +500,9 @@ class RequestManager:
 
     def move_prompts(self, member: MemberRecord, now: float) -> None:
         """Give the rest of a prompt of this prefill worker to another one, where its first token comes sooner by far.
-        The other worker begins behind the pages that are sealed. A prompt leaves a worker once, and one at a time. No
-        attempt is counted. Moves use the common retry budget. While requests wait, a free slot is theirs."""
+        The other worker begins behind the pages that are sealed. A prompt leaves a worker once, and one at a time, of
+        the few longest. No attempt is counted. Moves use the common retry budget. While requests wait, a free slot is
+        theirs."""
         most = self._config.prefill.max_num_seqs
         if not self._config.router.move_prompts or self._queue or not member.pending_prefills:
             return
@@ -511,7 +512,7 @@ class RequestManager:
         self._view.now = now
         self._view.refreshed_table()
         rests = sorted(member.pending_prefills.items(), key=lambda item: (-item[1].seconds, item[0]))
-        for name, _ in rests:
+        for name, _ in rests[:_MOVES]:
             request = self._requests.get(name.request)
             if request is None or request.attempt is None or request.attempt.name != name or request.lowest:
                 continue
