@@ -11,7 +11,7 @@ from baton.operator_api import Explanation
 from deploy.local import LocalCluster
 from tests.processes.test_failures import DEADLINE, expected, start
 from tests.support import checkpoints, workload
-from tests.support.cluster import Streams, at_rest, load
+from tests.support.cluster import Streams, at_rest, load, process
 from tests.support.eventually import eventually
 
 __all__ = ["start"]  # a fixture
@@ -24,7 +24,7 @@ OUTPUT = 12
 @pytest.mark.technique("Long prompts over several prefill workers")
 @pytest.mark.parametrize("victim", ["", "prefill-0", "prefill-1"])
 def test_the_rest_of_a_prompt_moves(start: Callable[..., LocalCluster], path: Path, victim: str) -> None:
-    cluster = start(2, 1, **{"prefill.max_num_batched_tokens": workload.PAGE})
+    cluster = start(2, 1, **{"prefill.max_num_batched_tokens": workload.PAGE, "prefill.step_ms": 5})
     streams = Streams(cluster)
     with Client(cluster.address, cluster.operator) as client:
 
@@ -37,6 +37,7 @@ def test_the_rest_of_a_prompt_moves(start: Callable[..., LocalCluster], path: Pa
         client.drain("prefill-1")
         futures = [streams.start(prompt, OUTPUT) for prompt in PROMPTS]
         eventually(lambda: load(cluster, "prefill-0").running == 2, what="both prompts at one worker")
+        eventually(lambda: (store := process(cluster, "store-0")) and store.pages_known >= 8, what="pages of both")
         client.drain("prefill-1", undo=True)
         eventually(moved, what="the rest of one at the other worker")
         if victim:
