@@ -25,6 +25,7 @@ class Rank(BatonExtension):
     """vLLM's worker. A step fills blocks, and its second model runner answers before that has run."""
 
     rank = 0
+    use_v2_model_runner = True
     parallel_config: Any = SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1)
     cache_config: Any = SimpleNamespace(cache_dtype="fp8")
     model_config: Any = SimpleNamespace(dtype=torch.bfloat16, use_mla=False)
@@ -34,7 +35,7 @@ class Rank(BatonExtension):
         gpu.watch_pages(pages, PAGE_BYTES)
         self.caches = list(pages.unbind(2))
         self.model_runner: Any = SimpleNamespace(kv_caches=self.caches)
-        self.baton_draw: Any = SimpleNamespace()
+        self.baton_draw: Any = SimpleNamespace(scores=dict)
         self.baton_prepare()
 
     def execute_model(self, order: dict[int, int]) -> None:
@@ -48,7 +49,7 @@ class Rank(BatonExtension):
         return SimpleNamespace(get_output=self.ended.synchronize)
 
     def fill(self, order: dict[int, int]) -> None:
-        self.baton_step(order, list(order), (), {}, {}, {})
+        self.baton_step(order, list(order), (), {})
 
 
 def serve(seed: int, pieces: int) -> None:
