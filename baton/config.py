@@ -139,9 +139,7 @@ class ModelConfig(_Section, frozen=True):
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # processes that share a worker's model; vLLM's
     pipeline_parallel_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1  # stages, each with some layers; vLLM's
     max_model_len: Natural = 0  # tokens of a sequence at most; 0: as many as the model takes
-    quantization: str = (
-        ""  # of weights when they are loaded: int8, int4 (our own engine on CPUs), fp8, int8 (vLLM, GPUs)
-    )
+    quantization: str = ""  # of weights at load: int8, int4 (our own engine, CPUs), int8, fp8 (vLLM, GPUs)
     enable_expert_parallel: bool = False  # ranks divide the experts instead of each one; vLLM's, on GPUs
     enforce_eager: bool = False  # vLLM does not compile the model: it starts sooner, and its steps take longer
     skip_tokenizer_init: bool = False  # prompts and outputs are token ids alone, and no tokenizer is read; vLLM's
