@@ -72,20 +72,32 @@ class Tiles {
     _tile_loadconfig(config);
   }
 
-  template <class Ask>
-  static void side_by_side(const char* weights, const char* x, int64_t stride, int64_t spans, bool first, float* sums,
-                           const Ask& ask) {
+  // The sums of 32 columns at `sums` and of 32 at `others`, with rows `apart` bytes apart, or zeros.
+  static void begin(bool first, const float* sums, const float* others, int64_t apart) {
     if (first) {
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
       _tile_zero(3);
     } else {
-      _tile_loadd(0, sums, kRow);
-      _tile_loadd(1, sums + 16, kRow);
-      _tile_loadd(2, sums + 32, kRow);
-      _tile_loadd(3, sums + 48, kRow);
+      _tile_loadd(0, sums, apart);
+      _tile_loadd(1, sums + 16, apart);
+      _tile_loadd(2, others, apart);
+      _tile_loadd(3, others + 16, apart);
     }
+  }
+
+  static void end(float* sums, float* others, int64_t apart) {
+    _tile_stored(0, sums, apart);
+    _tile_stored(1, sums + 16, apart);
+    _tile_stored(2, others, apart);
+    _tile_stored(3, others + 16, apart);
+  }
+
+  template <class Ask>
+  static void side_by_side(const char* weights, const char* x, int64_t stride, int64_t spans, bool first, float* sums,
+                           const Ask& ask) {
+    begin(first, sums, sums + 32, kRow);
     for (int64_t span = 0; span < spans; ++span, weights += kSpanBytes, x += 64) {
       ask(span);
       _tile_loadd(4, x, stride);
@@ -98,10 +110,7 @@ class Tiles {
       _tile_loadd(5, weights + 192, kRow);
       _tile_dpbf16ps(3, 4, 5);
     }
-    _tile_stored(0, sums, kRow);
-    _tile_stored(1, sums + 16, kRow);
-    _tile_stored(2, sums + 32, kRow);
-    _tile_stored(3, sums + 48, kRow);
+    end(sums, sums + 32, kRow);
   }
 
   // 32 rows, `stride` bytes apart and those of a span `step` bytes behind those of the one before, times 32 columns.
@@ -109,17 +118,7 @@ class Tiles {
   static void two_by_two(const char* weights, int64_t row, const char* x, int64_t stride, int64_t step, int64_t spans,
                          bool first, float* sums, int64_t apart, const Ask& ask) {
     float* const lower = sums + 16 * (apart / int64_t{sizeof(float)});
-    if (first) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    } else {
-      _tile_loadd(0, sums, apart);
-      _tile_loadd(1, sums + 16, apart);
-      _tile_loadd(2, lower, apart);
-      _tile_loadd(3, lower + 16, apart);
-    }
+    begin(first, sums, lower, apart);
     for (int64_t span = 0; span < spans; ++span, weights += 16 * row, x += step) {
       ask(span);
       _tile_loadd(4, x, stride);
@@ -131,10 +130,7 @@ class Tiles {
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, sums, apart);
-    _tile_stored(1, sums + 16, apart);
-    _tile_stored(2, lower, apart);
-    _tile_stored(3, lower + 16, apart);
+    end(sums, lower, apart);
   }
 
   int64_t rows_ = 0;
