@@ -15,16 +15,15 @@ import msgspec
 import openai
 import pytest
 
-from baton.addresses import ServiceAddresses
 from baton.client import AsyncClient
 from baton.config import CascadeConfig, FurtherModel, ModelConfig
 from baton.errors import DeadlineExpired, ModelError, UnsupportedField
 from baton.messages import Decode
-from tests.router import test_chat_api, tokenizers
+from tests.router import test_chat_api, test_two_models, tokenizers
 from tests.router.served import Served, model_folder, served, settings_for
-from tests.router.test_api import PROMPT, SEED, Door, completion, ready, text_of
+from tests.router.test_api import PROMPT, SEED, Door, completion, text_of
 from tests.router.test_chat_api import MESSAGES, OUTPUT, TOOLS, WEATHER, Client
-from tests.router.test_two_models import LARGE
+from tests.router.test_two_models import two_models
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow
@@ -39,27 +38,14 @@ async def doors(
 ) -> AsyncIterator[tuple[Door, Served, AsyncClient]]:
     """A client of a router with a cascade "both", whose small model has a worker; what starts workers of the large one;
     and the operator's client. `chats`: the models have the tokens and the template of `test_chat_api`."""
-    large = ModelConfig(path=str(model_folder(folder / "large")), served_model_name=("large", "big"))
-    config = msgspec.structs.replace(
-        settings_for(folder), models=(FurtherModel(model=large, prefill=0),), cascades={"both": cascade}
-    )
-    for path in map(Path, (config.model.path, large.path) if chats else ()):
-        test_chat_api.tokenizer().save(str(path / "tokenizer.json"))
-        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": test_chat_api.TEMPLATE}))
-    async with served(config) as router, aiohttp.ClientSession() as http:
-        addresses = router.addresses
-        further = Served(ServiceAddresses(addresses.grpc, addresses.further[0], addresses.http))
-        further.cluster.namespace = LARGE
-        work = asyncio.create_task(further.work())
-        router.start("decode", "decode-0")
-        client = Door(router, http)
-        await eventually_async(lambda: ready(client))
-        try:
-            async with AsyncClient(addresses.grpc, addresses.operator) as operator:
-                yield client, further, operator
-        finally:
-            work.cancel()
-            further.close()
+    config = msgspec.structs.replace(two_models(folder), cascades={"both": cascade})
+    for path in [pool.model.path for pool in config.pools()] if chats else ():
+        test_chat_api.tokenizer().save(f"{path}/tokenizer.json")
+        Path(path, "tokenizer_config.json").write_text(json.dumps({"chat_template": test_chat_api.TEMPLATE}))
+    async with contextlib.AsyncExitStack() as stack:
+        client, further = await stack.enter_async_context(test_two_models.doors(config))
+        addresses = client.router.addresses
+        yield client, further, await stack.enter_async_context(AsyncClient(addresses.grpc, addresses.operator))
 
 
 async def counted(client: Door) -> dict[tuple[str, str], float]:

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.addresses import ServiceAddresses
-from baton.config import FurtherModel, ModelConfig
+from baton.config import Config, FurtherModel, ModelConfig
 from tests.router.model import NAMESPACE
 from tests.router.served import Served, model_folder, served, settings_for
 from tests.router.test_api import Door, completion, ready
@@ -22,12 +22,15 @@ pytestmark = pytest.mark.slow
 LARGE = msgspec.structs.replace(NAMESPACE, model=b"l" * 16)
 
 
-@contextlib.asynccontextmanager
-async def doors(folder: Path) -> AsyncIterator[tuple[Door, Served]]:
-    """A client of a router that serves "small", with a worker, and "large"; and what starts workers of "large"."""
-    config = settings_for(folder)
+def two_models(folder: Path) -> Config:
+    """The configuration of a router that serves "small" and "large"."""
     large = ModelConfig(path=str(model_folder(folder / "large")), served_model_name=("large", "big"))
-    config = msgspec.structs.replace(config, models=(FurtherModel(model=large, prefill=0),))
+    return msgspec.structs.replace(settings_for(folder), models=(FurtherModel(model=large, prefill=0),))
+
+
+@contextlib.asynccontextmanager
+async def doors(config: Config) -> AsyncIterator[tuple[Door, Served]]:
+    """A client of a router of `two_models`, with a worker for "small"; and what starts workers of "large"."""
     async with served(config) as router, aiohttp.ClientSession() as http:
         addresses = router.addresses
         further = Served(ServiceAddresses(addresses.grpc, addresses.further[0], addresses.http))
@@ -44,7 +47,7 @@ async def doors(folder: Path) -> AsyncIterator[tuple[Door, Served]]:
 
 
 async def test_a_request_waits_for_a_worker_of_its_own_model(tmp_path: Path) -> None:
-    async with doors(tmp_path) as (client, further):
+    async with doors(two_models(tmp_path)) as (client, further):
         waiting = asyncio.create_task(client.complete(model="big"))
         answers = [await client.complete(model=name) for name in ("", "small")]
         assert [answer["model"] for answer in answers] == ["small"] * 2
@@ -58,7 +61,7 @@ async def test_a_request_waits_for_a_worker_of_its_own_model(tmp_path: Path) -> 
 
 
 async def test_a_worker_of_another_model_is_refused_at_the_port_of_this_one(tmp_path: Path) -> None:
-    async with doors(tmp_path) as (client, further):
+    async with doors(two_models(tmp_path)) as (client, further):
         client.router.cluster.namespace = LARGE
         strange = client.router.start("decode", "decode-1")
         await eventually_async(lambda: strange.membership.rejected is not None, "the refusal")
@@ -68,7 +71,7 @@ async def test_a_worker_of_another_model_is_refused_at_the_port_of_this_one(tmp_
 
 
 async def test_models_are_listed_and_measured_by_name(tmp_path: Path) -> None:
-    async with doors(tmp_path) as (client, further):
+    async with doors(two_models(tmp_path)) as (client, further):
         further.start("decode", "decode-m1-0")
         for name in ("small", "large", "large"):
             await client.complete(model=name)
