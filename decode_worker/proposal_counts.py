@@ -36,7 +36,7 @@ _FIRST_TRIAL, _TRIAL, _LAST_TRIAL = 16, 64, 512  # steps to one: the first, the 
 _TRIAL_SHARES = (0.15, 0.5, math.inf, 2.0)  # so many times the costs of proposals count in a trial
 _TRIAL_PROPOSALS = 16  # at most, where the last decision was none: of all sequences together
 _DECISION = 12e-6  # seconds that a decision takes for each sequence, its guess included
-_DECIDING, _TRYING = 0.01, 0.02  # share of all seconds: decisions, and work of the draft model for trials
+_DECIDING, _TRYING = 0.005, 0.01  # share of all seconds: decisions, and work of the draft model for trials
 
 _Chance: TypeAlias = tuple[float, int, int]
 

@@ -129,7 +129,7 @@ def test_deciding_takes_a_small_share_of_short_steps_and_every_long_step_is_deci
         return count
 
     assert decided(0.1) == 400
-    assert 20 <= decided(0.003) <= 40
+    assert 10 <= decided(0.003) <= 20
 
 
 def test_while_proposals_are_verified_each_step_is_decided() -> None:
