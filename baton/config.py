@@ -425,6 +425,11 @@ class Config(_Section, frozen=True):
         mine = msgspec.structs.replace(self, models=(), cascades={})
         return (mine, *(self._pool(mine, number, each) for number, each in enumerate(self.models, 1)))
 
+    @property
+    def all_models(self) -> tuple[ModelConfig, ...]:
+        """The settings of each model, the first model's first."""
+        return (self.model, *(each.model for each in self.models))
+
     def with_models(self, models: Sequence[ModelConfig]) -> Config:
         """Return the configuration with other settings of each model, the first model's first. Raises ConfigError."""
         first, *further = models
@@ -493,8 +498,12 @@ class Config(_Section, frozen=True):
         return None
 
 
-def load(path: Path | None = None, overrides: Mapping[str, object] | None = None) -> Config:
-    """Read `path` (none: defaults) and lay `overrides` ("section.setting" → value) over it. Raises ConfigError."""
+def load(
+    path: Path | None = None, overrides: Mapping[str, object] | None = None, further: Iterable[str] = ()
+) -> Config:
+    """Read `path` (none: defaults) and lay `overrides` ("section.setting" → value) over it. `further`: paths of models
+    beside those of the file, with the first one's number of workers, and its settings but names, adapters and draft
+    model. Raises ConfigError."""
     tree: dict[str, Any] = {}
     if path is not None:
         tree = _read(path)
@@ -506,15 +515,15 @@ def load(path: Path | None = None, overrides: Mapping[str, object] | None = None
         if not isinstance(inner, dict):
             raise ConfigError(f"{section} is {inner!r}; it must be a section with settings in it")
         inner[setting] = value
-    return _converted(tree, path)
+    return _converted(tree, path, further)
 
 
-def _converted(tree: dict[str, Any], path: Path | None) -> Config:
+def _converted(tree: dict[str, Any], path: Path | None, further: Iterable[str] = ()) -> Config:
     try:
         config = msgspec.convert(tree, Config, dec_hook=decode_size)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path or 'configuration'}: {error}") from None
-    config = _with_normal_hosts(config)
+    config = _beside(_with_normal_hosts(config), further)
     _check(config)
     return config
 
@@ -529,9 +538,7 @@ def _with_normal_hosts(config: Config) -> Config:
     return msgspec.structs.replace(config, router=router, api=api)
 
 
-def beside(config: Config, paths: Iterable[str]) -> Config:
-    """Return the configuration with further models. They have the first one's number of workers, and its settings but
-    names, adapters and draft model. Raises ConfigError."""
+def _beside(config: Config, paths: Iterable[str]) -> Config:
     kind = "auto" if config.model.speculation == "draft" else config.model.speculation
     plain = msgspec.structs.replace(
         config.model, served_model_name="", lora_modules={}, draft_model="", speculation=kind
@@ -544,9 +551,7 @@ def beside(config: Config, paths: Iterable[str]) -> Config:
         )
         for path in paths
     ]
-    config = msgspec.structs.replace(config, models=(*config.models, *more))
-    _check(config)
-    return config
+    return msgspec.structs.replace(config, models=(*config.models, *more))
 
 
 def dump(config: Config) -> str:
@@ -640,7 +645,7 @@ def _check(config: Config) -> None:
 
 def _check_models(config: Config) -> None:
     names_so_far: set[str] = set()
-    for model in (config.model, *(each.model for each in config.models)):
+    for model in config.all_models:
         if isinstance(model.served_model_name, tuple) and not all(model.served_model_name):
             raise ConfigError("model.served_model_name has an empty name; remove it")
         for name in model.lora_modules:
@@ -667,7 +672,7 @@ def _check_models(config: Config) -> None:
 
 
 def _check_cascades(config: Config) -> None:
-    models = (config.model, *(each.model for each in config.models))
+    models = config.all_models
     names = {name: model.served_name for model in models for name in model.served_names}
     reserved = {*names, *(name for model in models for name in model.lora_modules)}
     for name, cascade in config.cascades.items():

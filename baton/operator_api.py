@@ -54,6 +54,7 @@ class Process(Struct, frozen=True, kw_only=True):
     events_endpoint: str = ""  # ZMQ endpoint of its KV events
     replay_endpoint: str = ""  # and of replays for subscribers that missed some
     numerics: str = ""  # workers of one class compute the same bits of the same input
+    model: str = ""  # that it serves
 
 
 class Counts(Struct, frozen=True, kw_only=True):
@@ -280,11 +281,15 @@ class Explain(OperatorCall[Explanation], frozen=True):
 
 
 class GetSnapshot(OperatorCall[Raw], frozen=True):
-    """What the page at /dashboard polls (`router.dashboard.snapshot.Snapshot`), of one router."""
+    """What the page at /dashboard polls (`router.dashboard.snapshot.Snapshot`), of one router and model."""
+
+    model: str = ""  # "": the first
 
 
 class GetHistory(OperatorCall[Raw], frozen=True):
-    """What the page asks for when it opens (`router.dashboard.snapshot.History`), of one router."""
+    """What the page asks for when it opens (`router.dashboard.snapshot.History`), of one router and model."""
+
+    model: str = ""  # "": the first
 
 
 class Profile(OperatorCall[TraceFile], frozen=True):
@@ -317,20 +322,21 @@ class SetRole(OperatorCall[Process], frozen=True):
 
 
 class ReloadWeights(OperatorCall[None], frozen=True):
-    """Have all workers replace their weights by those of another checkpoint of the same model, without a restart. They
+    """Have all workers of a model replace their weights by those of another checkpoint of it, without a restart. They
     are given nothing new. Once all are empty, each loads and joins as a new incarnation. Requests wait meanwhile.
     InvalidRequest for a checkpoint of another model."""
 
     path: str  # of its directory, on every node with workers
     patience_ms: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
     """Time after which requests that still run end: those with tokens fail, others begin anew. None: 30,000."""
+    model: str = ""  # "": the first
 
 
 class PinPrefix(OperatorCall[NewPin], frozen=True, kw_only=True):
     """Compute the full pages of a prefix, as far as they are missing, and pin them in the store of one node; answered
     once they are pinned. A connection that is closed before leaves no pin. Needs a prefill worker."""
 
-    model: str = ""  # the served model, or one of its LoRA adapters; "": the model
+    model: str = ""  # a served model, or one of its LoRA adapters; "": the first model
     text: str | None = None  # tokenized by the router, with the tokenizer's special tokens, or …
     token_ids: list[TokenId] | None = None  # … used as they are. Tokens after the last full page are not kept.
     ttl_ms: int | None = None  # how long to keep it, 1 second to 7 days; none: 1 hour
@@ -352,11 +358,12 @@ class ListPins(OperatorCall[list[Pin]], frozen=True):
 
 
 class LoadAdapter(OperatorCall[None], frozen=True):
-    """Have all workers load a LoRA adapter; answered once they have. Needs model.max_loras."""
+    """Have all workers of a model load a LoRA adapter; answered once they have. Needs model.max_loras."""
 
     lora_name: str
     lora_path: str  # a directory that every node has
     load_inplace: bool = False  # vLLM's; true is refused, since a name stands for one adapter
+    model: str = ""  # "": the first
 
 
 class UnloadAdapter(OperatorCall[None], frozen=True):
@@ -368,7 +375,7 @@ class UnloadAdapter(OperatorCall[None], frozen=True):
 
 
 class ListAdapters(OperatorCall[list[LoraAdapter]], frozen=True):
-    """The LoRA adapters that clients may name, ordered by name."""
+    """The LoRA adapters of all models that clients may name, ordered by name."""
 
 
 Method: TypeAlias = Literal["GET", "POST"]

@@ -48,6 +48,7 @@ class PinPrefix(Struct, frozen=True):
     salt: str = ""  # of the requests that it is pinned for
     adapter: str = ""  # the same
     deadline: float | None = None  # seconds on the same clock as `now`
+    model: str = ""  # as the client names it
 
 
 PIN = "pin "

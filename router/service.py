@@ -114,8 +114,8 @@ async def serve(
             Cascade(name, each, service.of(each.small), service.of(each.large)) for name, each in cascades
         )
         cleanup.push_async_callback(service.close)
-        feed = DashboardFeed(driver, clock)
-        calls = OperatorCalls(drivers, clock, others, feed.snapshot)
+        feeds = [DashboardFeed(each, clock, [model.name for model in models]) for each in drivers]
+        calls = OperatorCalls(drivers, clock, others, [each.snapshot for each in feeds])
         client_server, operator = ClientServer(service, gate), OperatorServer(service, gate, calls)
         cleanup.push_async_callback(_stop, client_server, operator)
         operator_setting = operator_of_router(router.operator, name) if others.names else router.operator
@@ -151,7 +151,7 @@ async def serve(
             *(_listen(each, link.listener) for each, link in zip(drivers, links, strict=True)),
             *(_follow(each, link.sockets) for each, link in zip(drivers, links, strict=True)),
             _follow_files(keys, tls),
-            feed.run(),
+            *(each.run() for each in feeds),
             routes.run(),
             _watch(drivers, client_server, [link.listener for link in links], clock),
         )

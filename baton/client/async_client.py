@@ -180,12 +180,15 @@ class AsyncClient:
         """
         return await self.ask(api.SetRole(worker, role, None if patience is None else round(patience * 1_000)), timeout)
 
-    async def reload_weights(self, path: str, *, patience: float | None = None, timeout: float = 5.0) -> None:
-        """Begin to replace the weights of all workers by those of another checkpoint. Raises BatonError.
+    async def reload_weights(
+        self, path: str, *, patience: float | None = None, model: str = "", timeout: float = 5.0
+    ) -> None:
+        """Begin to replace the weights of a model's workers by those of another checkpoint. Raises BatonError.
 
         After `patience` seconds (None: the router's default) requests that have tokens fail.
         """
-        await self.ask(api.ReloadWeights(path, None if patience is None else round(patience * 1_000)), timeout)
+        ms = None if patience is None else round(patience * 1_000)
+        await self.ask(api.ReloadWeights(path, ms, model), timeout)
 
     async def pin_prefix(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **options: Unpack[PinOptions]
@@ -201,9 +204,9 @@ class AsyncClient:
         """Return all tenants' pins, ordered by name. Raises BatonError."""
         return await self.ask(api.ListPins(), timeout)
 
-    async def load_adapter(self, name: str, path: str, timeout: float = 150.0) -> None:
-        """Have all workers load the LoRA adapter in a directory. Raises BatonError, also where one can't."""
-        await self.ask(api.LoadAdapter(name, path), timeout)
+    async def load_adapter(self, name: str, path: str, *, model: str = "", timeout: float = 150.0) -> None:
+        """Have all workers of a model load the LoRA adapter in a directory. Raises BatonError, also where one can't."""
+        await self.ask(api.LoadAdapter(name, path, model=model), timeout)
 
     async def unload_adapter(self, name: str, timeout: float = 5.0) -> None:
         """End a LoRA adapter. Raises BatonError: ModelMismatch if there is none of that name."""

@@ -18,13 +18,15 @@ AdapterName = Annotated[str, typer.Argument(metavar="NAME", help="What clients c
 def _load(
     adapter: AdapterName,
     path: Annotated[str, typer.Argument(help="Its directory, as PEFT saved it; every node must have it.")],
+    model: Annotated[str, typer.Option(help="Of several models, its own; by default the first.")] = "",
     operator: Operator = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:
-    """Have every worker load an adapter. The command ends once they have, or says which can't, and then none has it."""
+    """Have every worker of a model load an adapter. The command ends once they have, or says which can't, and then none
+    has it."""
     with operator_client(operator, name) as client:
-        client.load_adapter(adapter, path)
+        client.load_adapter(adapter, path, model=model)
     if as_json:
         print_json({"name": adapter, "path": path})
     else:

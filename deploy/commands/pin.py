@@ -37,6 +37,9 @@ def pin(
     ttl: Annotated[str, typer.Option(help="How long to keep them: 90s, 15m, 1h, 2d.")] = "",
     list_: Annotated[bool, typer.Option("--list", help="Show what is pinned.")] = False,
     remove: Annotated[list[str] | None, typer.Option(metavar="ID", help="End a pin; may be repeated.")] = None,
+    model: Annotated[
+        str, typer.Option(help="The model or LoRA adapter whose requests find them; else the first.")
+    ] = "",
     tenant: Annotated[str, typer.Option(help="The tenant whose requests find the prefixes; --remove: its pins.")] = "",
     timeout: Annotated[float | None, typer.Option(help="Seconds that each prefix may take.")] = None,
     operator: Operator = "",
@@ -53,7 +56,7 @@ def pin(
             client.unpin(each, tenant)
         pins = client.pins() if list_ else []
         outcomes: list[PinOutcome] = []
-        for outcome in pin_prefixes(client, lines, ttl_ms, timeout, tenant):
+        for outcome in pin_prefixes(client, lines, ttl_ms, timeout, tenant, model):
             outcomes.append(outcome)
             if not as_json:
                 _show_pinned(file, outcome)
@@ -144,7 +147,12 @@ def parse(line: str, ttl_ms: int | None, tenant: str = "") -> tuple[str | list[i
 
 
 def pin_prefixes(
-    client: Client, lines: list[tuple[int, str]], ttl_ms: int | None, timeout: float | None = None, tenant: str = ""
+    client: Client,
+    lines: list[tuple[int, str]],
+    ttl_ms: int | None,
+    timeout: float | None = None,
+    tenant: str = "",
+    model: str = "",
 ) -> Iterator[PinOutcome]:
     """Pin the prefixes in order, one at a time, so that they hardly delay requests.
 
@@ -153,6 +161,7 @@ def pin_prefixes(
     for number, line in lines:
         try:
             prompt, options = parse(line, ttl_ms, tenant)
+            options["model"] = model
             yield PinOutcome(number, pinned=client.pin_prefix(prompt, timeout=timeout, **options))
         except BatonError as error:
             yield PinOutcome(number, error=error)

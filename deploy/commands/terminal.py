@@ -175,11 +175,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
-def load(file: Path | None, settings: list[str] | None, flags: dict[str, Any]) -> Config:
-    """Return the configuration: the file, overridden by --set, overridden by given flags. Raises ConfigError."""
+def load(file: Path | None, settings: list[str] | None, flags: dict[str, Any], further: Iterable[str] = ()) -> Config:
+    """Return the configuration: the file, overridden by --set, overridden by given flags. `further`: paths of further
+    models. Raises ConfigError."""
     overrides: dict[str, object] = dict(configuration.parse_override(text) for text in settings or ())
     overrides |= {key: value for key, value in flags.items() if value not in (None, "")}
-    return configuration.load(file, overrides)
+    return configuration.load(file, overrides, further)
 
 
 def state_folder(name: str) -> Path:

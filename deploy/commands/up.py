@@ -8,7 +8,6 @@ import msgspec
 import typer
 from rich.markup import escape
 
-from baton.config import beside
 from deploy.commands.progress import Progress
 from deploy.commands.terminal import ConfigFile, Json, Settings, command, err, load, out, print_json
 from deploy.control_plane import state_file
@@ -121,7 +120,7 @@ def up(
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
     flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}
     flags |= {"tls.cert_file": ssl_certfile, "tls.key_file": ssl_keyfile, "tls.client_ca_file": ssl_ca_certs}
-    chosen = beside(load(config, settings, flags), further)
+    chosen = load(config, settings, flags, further)
     with state_file.locked(chosen.cluster.state_dir), Progress(err) as progress:
         if not chosen.model.path:
             progress.say("no --model is given: serving the demo model that comes with Baton")

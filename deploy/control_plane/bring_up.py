@@ -58,6 +58,7 @@ def bring_up(
             for pool, notes in checked:
                 for note in notes:
                     say(f"{pool.model.served_name}: {note}" if config.models else note)
+            checkpoint.check_cascades(config)
             _compile_kernels(config, say)
         try:
             with interruptible():

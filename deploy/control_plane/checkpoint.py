@@ -17,6 +17,7 @@ from baton.config import Config
 from baton.errors import BatonError, ModelError, UnsupportedModel
 from baton.hosts import is_loopback
 from engine.device.gpus import resolve_device, visible_gpus
+from router.frontend.cascade import check_texts
 from router.frontend.chat.template_process import environment
 from router.frontend.served_model import ChatTemplate, load
 
@@ -72,6 +73,15 @@ def check(config: Config) -> tuple[Config, Sequence[str]]:
     if report.problems:
         raise report.problems[0]
     return config, [*notes, *(f"note: {note}" for note in report.notes)]
+
+
+def check_cascades(config: Config) -> None:
+    """Raise ModelError where the models of a cascade read texts differently. Their paths are directories."""
+    if not config.cascades:
+        return
+    models = {name: model for model in map(load, config.all_models) for name in (model.name, *model.aliases)}
+    for name, cascade in config.cascades.items():
+        check_texts(name, models[cascade.small], models[cascade.large])
 
 
 def _template_notes(template: ChatTemplate | None) -> Sequence[str]:

@@ -114,12 +114,18 @@ class Supervisor:
             log.info("scale: %s (prefill, decode) of each model", target.by_pool)
             self._keep(msgspec.structs.replace(self._desired, scale=target))
 
-    def reload(self, path: str) -> None:
-        """Start workers with the weights in the directory `path` from now on. A router tells those that run."""
+    def reload(self, path: str, name: str) -> None:
+        """Start workers of a model with the weights in the directory `path` from now on. A router tells those that
+        run."""
         with self._lock:
             config = self._desired.config
-            model = msgspec.structs.replace(config.model, path=path, served_model_name=config.model.served_names)
-            self._keep(msgspec.structs.replace(self._desired, config=msgspec.structs.replace(config, model=model)))
+            models = [
+                msgspec.structs.replace(model, path=path, served_model_name=model.served_names)
+                if name in model.served_names
+                else model
+                for model in config.all_models
+            ]
+            self._keep(msgspec.structs.replace(self._desired, config=config.with_models(models)))
 
     # --- one cycle ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import baton
@@ -78,8 +78,8 @@ class DashboardMonitor:
                     pages[holder][medium] = pages[holder].get(medium, 0) + count
         self._prefixes = _Prefixes(views.prefix_view(picture, self._state, names), dict(pages))
 
-    def snapshot(self, now: float, at_ms: int, unready: str | None) -> Snapshot:
-        """The cluster as it is now. `unready`: why no request can be served; none: one can."""
+    def snapshot(self, now: float, at_ms: int, unready: str | None, models: Sequence[str]) -> Snapshot:
+        """The cluster as it is now. `unready`: why no request can be served; none: one can. `models`: their names."""
         stats, processes, prefixes = self._state.stats(), self._state.processes(now), self._prefixes
         cards = views.process_cards(processes, stats, prefixes.pages if prefixes else None)
         card = self._state.card
@@ -98,6 +98,7 @@ class DashboardMonitor:
                 page_bytes=card.page_bytes if card else 0,
                 max_context=card.max_context if card else 0,
                 routers=router_names(self._config.cluster.routers),
+                models=models,
             ),
             unready=unready or "",
             processes=cards,

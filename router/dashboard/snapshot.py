@@ -96,6 +96,7 @@ class RouterCard(Struct, frozen=True):
     page_bytes: int  # 0: no worker has told
     max_context: int
     routers: Sequence[str]  # names of all of the cluster, this one among them
+    models: Sequence[str]  # the same of models
 
 
 class Snapshot(Struct, frozen=True):

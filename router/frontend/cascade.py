@@ -42,11 +42,7 @@ class Cascade(GenerationService):
         super().__init__(small.driver, small.clock, small.tokenizing, tracer=small.tracer)
         self.grammars = small.grammars
         self.config, self._name, self.small, self.large = config, name, small, large
-        if _texts(small.model) != _texts(large.model):
-            raise ModelError(
-                f"cascade {name!r}: {config.small!r} and {config.large!r} have different tokenizers or chat templates; "
-                "choose models of one family"
-            )
+        check_texts(name, small.model, large.model)
         both = small.model.limits, large.model.limits
         limits = ModelLimits(min(one.vocab_size for one in both), min(one.max_context for one in both))
         self._served = replace(small.model, name=name, aliases=(), adapters={}, limits=limits)
@@ -95,6 +91,15 @@ class Cascade(GenerationService):
     def count(self, choice: CascadeChoice) -> None:
         """Count a request by its choice."""
         self.driver.cascaded[choice.model, choice.chosen, choice.reason] += 1
+
+
+def check_texts(name: str, small: ServedModel, large: ServedModel) -> None:
+    """Raise ModelError where the models of a cascade read a text differently."""
+    if _texts(small) != _texts(large):
+        raise ModelError(
+            f"cascade {name!r}: {small.name!r} and {large.name!r} have different tokenizers or chat templates; choose "
+            "models of one family"
+        )
 
 
 def _texts(model: ServedModel) -> object:

@@ -144,5 +144,6 @@ def test_a_cascade_has_two_models(tmp_path: Path, name: str, cascade: dict[str, 
     loaded = config.load(path, tree)
     assert loaded.cascades["both"].large == "bee"
     assert not any(pool.cascades for pool in loaded.pools())
+    assert len(config.load(None, tree, further=["/c/bee"]).models) == 1
     with pytest.raises(ConfigError, match=message):
         config.load(path, tree | {f"cascades.{name}": cascade})

@@ -14,7 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from baton.api_keys import KeyRing, hash_of
-from baton.config import beside, load, parse_override
+from baton.config import load, parse_override
 from baton.errors import NotEnoughMemory
 from baton.system_memory import AvailableMemory
 from bench import random_model
@@ -28,6 +28,7 @@ from engine.models.config import load_spec
 from engine.vllm_runner import VLLM_VERSION, requirements
 from engine.vllm_runner.requirements import Installation
 from router.frontend.served_model import ChatTemplate
+from tests.router import tokenizers
 
 PORTS = ("router.grpc_port", "router.internal_port", "router.http_port", "api.port")
 ANY_PORT = [each for port in PORTS for each in ("--set", f"{port}=0")]
@@ -157,7 +158,13 @@ def test_each_of_several_models_is_checked(model: Path, tmp_path: Path):
     assert error(*twice, model) == (
         "config", "two models have the name 'model0'; set served_model_name of one of them to another",
     )  # fmt: skip
-    config = beside(load(overrides={"model.path": str(model)}), [str(other)])
+    tokenizers.byte_fallback().save(str(other / "tokenizer.json"))
+    cascade = ["--set", "cascades.both={small: model0, large: other}"]
+    assert error(*twice, str(other), *cascade) == (
+        "model",
+        "cascade 'both': 'model0' and 'other' have different tokenizers or chat templates; choose models of one family",
+    )
+    config = load(overrides={"model.path": str(model)}, further=[str(other)])
     needed = 512 * 2**20 + 2 * (512 + 300) * 2**20 + 2 * (model / "model.safetensors").stat().st_size
     preflight.check_memory(config, AvailableMemory(2 * needed, "a test"))
     with pytest.raises(NotEnoughMemory, match=f"{needed / 2**20 - 1:,.0f} MiB are left"):
@@ -170,7 +177,7 @@ def test_paths_and_names_of_each_model_are_settled(model: Path, tmp_path: Path, 
     monkeypatch.chdir(tmp_path)
     draft = {"model.draft_model": "model", "model.speculation": "draft"}
     first = {"model.path": "model", "model.served_model_name": "mine", "cluster.decode": 2, **draft}
-    config = _settle(beside(load(overrides=first), ["other"]), lambda _: None)
+    config = _settle(load(overrides=first, further=["other"]), lambda _: None)
     assert [pool.model.draft_model for pool in config.pools()] == [str(tmp_path / "model"), ""]
     assert [pool.model.path for pool in config.pools()] == [str(tmp_path / name) for name in ("model", "other")]
     assert [pool.model.served_names for pool in config.pools()] == [("mine",), ("other",)]

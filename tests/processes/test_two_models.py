@@ -1,22 +1,27 @@
 """Two models behind one router: each answers with its own tokens, and loses nothing when the other's worker dies."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from baton.client import Client
 from baton.config import CascadeConfig, Config, FurtherModel
-from baton.errors import BatonError, ModelMismatch
+from baton.errors import BatonError, InvalidRequest, ModelMismatch, PermissionDenied
+from deploy.cli import app
 from deploy.local import LocalCluster
 from tests.processes.test_failures import LONG, expected
 from tests.support import checkpoints, workload
+from tests.support.browser import Watched, launched
 from tests.support.cluster import Streams, at_rest
 from tests.support.eventually import DEADLINE, eventually
 
@@ -94,3 +99,48 @@ def test_each_model_answers_while_a_worker_of_the_other_dies(path: Path, other: 
             text = page.read().decode()
         assert all(f'model_name="{name}"' in text for name in paths)
         eventually(lambda: at_rest(cluster), what="everything freed")
+
+
+@pytest.fixture(scope="module")
+def both(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    folder = tmp_path_factory.mktemp("both")
+    with LocalCluster(settings(path, checkpoints.make("llama", folder / "other", seed=5)), folder) as cluster:
+        yield cluster
+
+
+def test_pins_and_weights_are_of_the_model_that_is_named(both: LocalCluster, path: Path, tmp_path: Path) -> None:
+    third = checkpoints.make("llama", tmp_path / "third", seed=6)
+    prompt = LONG[:100]
+    with Client(both.address, both.operator) as client:
+        pins = {name: client.pin_prefix(prompt, id=name, model=name, timeout=DEADLINE) for name in ("first", "second")}
+        assert {pin.tokens_computed for pin in pins.values()} == {96}, "one has found the other's pages"
+        assert [pin.id for pin in client.pins()] == ["first", "second"]
+        before = {each.name: each.incarnation for each in client.status().processes if each.model == "first"}
+        assert {"prefill-0", "decode-0", "store-0"} == before.keys()
+        command = ["reload", str(third), "--model", "second", "--operator", both.operator]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        after = {each.name: each.incarnation for each in client.status().processes if each.model == "first"}
+        assert before == after
+        for name, folder in (("first", path), ("second", third)):
+            assert post(both, name, prompt)["choices"][0]["token_ids"] == expected(folder, prompt, 8)
+        with pytest.raises(ModelMismatch, match="'third'; there are those of 'first', 'second'"):
+            client.reload_weights(str(third), model="third")
+        with pytest.raises(ModelMismatch, match="'both'"):  # a cascade has no workers
+            client.pin_prefix(prompt, model="both")
+        with pytest.raises(InvalidRequest, match="a name of the model 'first'"):
+            client.load_adapter("first", str(third), model="second")
+        with pytest.raises(PermissionDenied, match="max_loras"):
+            client.load_adapter("poet", str(third), model="second")
+        assert not client.adapters()
+
+
+def test_the_page_shows_the_model_that_is_chosen(both: LocalCluster) -> None:
+    with launched() as browser, contextlib.closing(Watched(browser)) as watched:
+        watched.page.goto(f"http://{both.api_of('router')}/dashboard")
+        watched.page.locator(".proc[data-key='decode-0'][data-state='live']").wait_for()
+        watched.page.locator("#models").select_option("second")
+        watched.page.locator(".proc[data-key='decode-m1-0'][data-state='live']").wait_for()
+        assert watched.page.locator("#model").inner_text() == "second"
+        assert watched.page.locator(".proc[data-key='decode-0']").count() == 0
+        assert not watched.mistakes

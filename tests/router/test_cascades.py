@@ -67,7 +67,8 @@ async def test_a_sure_answer_is_the_small_models_and_an_unsure_one_is_repeated(t
         waiting = asyncio.create_task(client.complete(model="both", prompt=UNSURE))
         first = asyncio.create_task(client.complete(model="both", prompt=SURE, priority=-5))
         await eventually_async(lambda: _is_queued(operator, 2), "two requests to the large model")
-        assert not any(process.sequences for process in client.router.cluster.processes.values()), "it goes on"
+        processes = client.router.cluster.processes.values()
+        await eventually_async(lambda: not any(each.sequences for each in processes), "the end of the small model's")
         further.start("decode", "decode-m1-0")
         for answer, prompt in ((sure, SURE), (await waiting, UNSURE), (await first, SURE)):
             assert answer["model"] == "both"

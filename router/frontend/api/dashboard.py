@@ -7,7 +7,8 @@
     GET /dashboard/api/history          the samples of the last five minutes
     GET /dashboard/api/request?name=N   how a request was served, as `baton explain --json` has it
 
-With `router=NAME`, the data is that of another router of the cluster, which this one asks.
+With `router=NAME`, the data is that of another router of the cluster, which this one asks. With `model=NAME` it is of
+that model, where the router serves several.
 `router.frontend.api.gates` asks for the operator's key.
 
 The files are plain HTML, CSS and ES modules, read once at start. There is no build step and nothing comes from
@@ -25,7 +26,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
@@ -97,8 +98,8 @@ class DashboardRoutes:
             get("/dashboard", self._page),
             get("/dashboard/", self._slash),
             get("/dashboard/static/{name}", self._static),
-            get("/dashboard/api/snapshot", self._data(lambda query: GetSnapshot())),
-            get("/dashboard/api/history", self._data(lambda query: GetHistory())),
+            get("/dashboard/api/snapshot", self._data(lambda query: GetSnapshot(query.get("model", "")))),
+            get("/dashboard/api/history", self._data(lambda query: GetHistory(query.get("model", "")))),
             get("/dashboard/api/request", self._data(lambda query: Explain(query.get("name", "")))),
         ]
 
@@ -184,8 +185,9 @@ def static_files() -> Mapping[str, StaticFile]:
 class DashboardFeed:
     """Makes the data."""
 
-    def __init__(self, driver: RouterDriver, clock: Clock) -> None:
-        self._driver, self._clock = driver, clock
+    def __init__(self, driver: RouterDriver, clock: Clock, models: Sequence[str]) -> None:
+        """`models`: the names of all that the router serves."""
+        self._driver, self._clock, self._models = driver, clock, models
         self._snapshot: tuple[int, bytes] = (-1, b"")  # its sequence, JSON
         self._seen = float("-inf")  # when a viewer last asked
         self._surveyed = float("-inf")
@@ -216,7 +218,7 @@ class DashboardFeed:
         self._seen = self._clock.now()
         monitor = self._driver.monitor
         if self._snapshot[0] != monitor.sequence:
-            latest = monitor.snapshot(self._seen, _unix_ms(), self._driver.unready)
+            latest = monitor.snapshot(self._seen, _unix_ms(), self._driver.unready, self._models)
             self._snapshot = (latest.sequence, msgspec.json.encode(latest))
             self.snapshots += 1
         return self._snapshot[1]

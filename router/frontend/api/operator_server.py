@@ -39,6 +39,7 @@ from baton.errors import (
     DeadlineExpired,
     InvalidRequest,
     ModelError,
+    ModelMismatch,
     Overloaded,
     PermissionDenied,
     PinNotFound,
@@ -123,7 +124,7 @@ class OperatorServer:
     another server listens anew, and connections to the first one live on."""
 
     def __init__(self, service: GenerationService, gate: Gatekeeper, calls: OperatorCalls) -> None:
-        self._model, self._clock, self._bodies = service.model, service.clock, BodyReader(service)
+        self._clock, self._bodies = service.clock, BodyReader(service)
         self._gate, self._calls = gate, calls
         self._servers: list[ApiServer] = []
         self._path: Path | None = None  # of the socket
@@ -178,7 +179,9 @@ class OperatorServer:
     async def _read(self, kind: type[OperatorCall[Any]], request: Request) -> OperatorCall[Any] | events.PinPrefix:
         if request.method == "POST":
             request.state.repairs = Repairs(setting=False)
-            return await self._bodies.read(request, kind, lambda call: checked(call, self._model, self._clock.now()))
+            return await self._bodies.read(
+                request, kind, lambda call: checked(call, self._calls.serving(call).model, self._clock.now())
+            )
         try:
             return msgspec.convert(dict(request.query_params), kind, strict=False)
         except msgspec.ValidationError as error:
@@ -249,12 +252,25 @@ class OperatorCalls:
     """Does what each call asks for, for one router or for all routers of the cluster."""
 
     def __init__(
-        self, drivers: Sequence[RouterDriver], clock: Clock, others: OtherRouters, snapshot: Callable[[], bytes]
+        self,
+        drivers: Sequence[RouterDriver],
+        clock: Clock,
+        others: OtherRouters,
+        snapshots: Sequence[Callable[[], bytes]],
     ) -> None:
-        """`drivers`: one for each model, the first model's first. `snapshot` returns the data of the page at
-        /dashboard, as JSON."""
-        self._drivers, self._clock, self._others, self._snapshot = drivers, clock, others, snapshot
+        """`drivers`: one for each model, the first model's first. `snapshots` return the data of the page at
+        /dashboard, as JSON, of each model."""
+        self._drivers, self._clock, self._others, self._snapshots = drivers, clock, others, snapshots
         self._driver = drivers[0]
+
+    def serving(self, call: OperatorCall[Any] | events.PinPrefix) -> RouterDriver:
+        """Return the driver of the model that a call names; where it names none, the first. Raises ModelMismatch."""
+        if not (name := getattr(call, "model", "")):
+            return self._driver
+        if (driver := next((each for each in self._drivers if each.model.has(name)), None)) is not None:
+            return driver
+        known = ", ".join(repr(each.model.name) for each in self._drivers)
+        raise ModelMismatch(f"no workers are of a model {shown(repr(name))}; there are those of {known}")
 
     async def answer_of(self, router: str, call: OperatorCall[A]) -> A:
         """Return the answer of the router of that name alone; "": of this one. Raises BatonError."""
@@ -265,7 +281,7 @@ class OperatorCalls:
     async def answer(self, call: OperatorCall[Any] | events.PinPrefix, *, alone: bool) -> Any:
         """Return the answer for all routers, or for this one `alone`. `checked` has looked at the call. Raises
         BatonError."""
-        driver, states, now = self._driver, [each.state for each in self._drivers], self._clock.now()
+        states, now = [each.state for each in self._drivers], self._clock.now()
         ask = _ask_none if alone else self._others.ask_all
         match call:
             case GetHealth():
@@ -282,9 +298,9 @@ class OperatorCalls:
             case Explain():
                 return await self._explain(call, ask)
             case GetSnapshot():
-                return Raw(self._snapshot())
+                return Raw(self._snapshots[self._drivers.index(self.serving(call))]())
             case GetHistory():
-                return driver.monitor.history()
+                return self.serving(call).monitor.history()
             case Profile():
                 return self._profile(call)
             case Drain():
@@ -299,20 +315,26 @@ class OperatorCalls:
             case ReloadWeights():
                 await ask(call)
                 patience = PATIENCE if call.patience_ms is None else call.patience_ms / 1_000
-                driver.handle(events.ReloadWeights(call.path, patience))
+                self.serving(call).handle(events.ReloadWeights(call.path, patience))
                 return None
             case events.PinPrefix():
-                return await driver.pin_prefix(call)
+                return await self.serving(call).pin_prefix(call)
             case Unpin():
                 return await self._unpin(call, ask)
             case LoadAdapter():
                 if call.load_inplace:
                     raise UnsupportedField("load_inplace is true; unload the adapter, and load it under a new name")
+                driver = self.serving(call)
+                further = (one for one in self._drivers if one is not driver and one.model.has(call.lora_name))
+                if other := next(further, None):
+                    raise InvalidRequest(f"{shown(repr(call.lora_name))} is a name of the model {other.model.name!r}")
                 return await driver.load_adapter(call.lora_name, call.lora_path)
             case UnloadAdapter():
-                return driver.unload_adapter(call.lora_name)
+                having = (one for one in self._drivers if call.lora_name in one.state.served_adapters)
+                return next(having, self._driver).unload_adapter(call.lora_name)
             case ListAdapters():
-                return [LoraAdapter(name, path) for name, path in sorted(driver.state.served_adapters.items())]
+                served = chain.from_iterable(state.served_adapters.items() for state in states)
+                return [LoraAdapter(name, path) for name, path in sorted(served)]
             case ListPins():
                 every = chain(*(state.pins(None, now) for state in states), *await ask(call))
                 return sorted(every, key=lambda pin: (pin.id, pin.tenant))
@@ -328,7 +350,10 @@ class OperatorCalls:
         me, others = driver.processes()
         card, stats = driver.state.card, driver.state.stats()
         return Status(
-            processes=[structs.replace(views.process(me), heartbeat_age_ms=None), *map(views.process, others)],
+            processes=[
+                structs.replace(views.process(me), heartbeat_age_ms=None),
+                *(structs.replace(views.process(each), model=driver.model.name) for each in others),
+            ],
             log_dir=str(driver.config.cluster.logs),
             counts=views.counts(stats),
             cluster=driver.config.cluster.name,
@@ -421,6 +446,7 @@ def checked(call: OperatorCall[Any], model: ServedModel, now: float) -> Operator
         tenant=checked_name("tenant", call.tenant),
         salt=checked_salt(call.cache_salt),
         adapter=model.adapter_of(call.model),
+        model=call.model,
         deadline=now + seconds,
     )
 

@@ -11,11 +11,9 @@ try {
   // Storage may be forbidden; then the key lives as long as this page.
 }
 
-let router = ""; // whose data is shown; none: of the one that answers
+const source = {}; // whose data is shown: a router's, and of which of its models; none: of the one that answers, the first
 
-export const setRouter = (name) => {
-  router = name;
-};
+export const setSource = (change) => Object.assign(source, change);
 
 export const hasKey = () => key !== "";
 
@@ -45,7 +43,7 @@ export async function read(path) {
   let answer;
   try {
     const url = new URL(`dashboard/api/${path}`, document.baseURI);
-    if (router) url.searchParams.set("router", router);
+    for (const [kind, name] of Object.entries(source)) if (name) url.searchParams.set(kind, name);
     answer = await fetch(url, {
       headers,
       cache: "no-store",

@@ -1,6 +1,6 @@
 // The page's loop: it asks its router once a second and shows what comes back.
 
-import { hasKey, read, setKey, setRouter } from "./api.js";
+import { hasKey, read, setKey, setSource } from "./api.js";
 import { Chart, Tile } from "./charts.js";
 import { $, text } from "./dom.js";
 import { Events } from "./events.js";
@@ -79,8 +79,9 @@ class Dashboard {
   /** Take a snapshot. False: samples are missing, and the history must be read. */
   take(snapshot) {
     const last = this.samples.at(-1)?.sequence ?? 0;
-    const restarted = this.incarnation !== undefined && this.incarnation !== snapshot.router.incarnation;
-    this.incarnation = snapshot.router.incarnation;
+    const source = `${snapshot.router.incarnation} ${snapshot.router.model}`;
+    const restarted = this.source !== undefined && this.source !== source;
+    this.source = source;
     if (restarted) this.samples = [];
     const fresh = rowsOf(snapshot);
     this.add(fresh);
@@ -140,7 +141,8 @@ class Dashboard {
       : unready ? `No request can be served: ${unready}.` : "";
     banner(what);
     text($("clock"), `${router.name} · up ${age(router.uptime_s * 1_000)}`);
-    follow(router.name, router.routers);
+    follow("router", router.name, router.routers);
+    follow("model", router.model, router.models);
   }
 }
 
@@ -201,21 +203,22 @@ for (const input of $("theme").querySelectorAll("input")) {
   });
 }
 
-// --- the routers ---
+// --- the routers and models ---
 
-/** Go on with this router, whichever of them takes the page's next connection, until another one is chosen. */
-function follow(name, routers) {
-  setRouter(name);
-  const choice = $("routers");
-  choice.hidden = routers.length < 2;
-  if (choice.options.length !== routers.length) choice.replaceChildren(...routers.map((one) => new Option(one)));
+/** Go on with this router, whichever of them takes the page's next connection, or model, until another one is chosen. */
+function follow(kind, name, all) {
+  setSource({ [kind]: name });
+  const choice = $(`${kind}s`);
+  choice.hidden = all.length < 2;
+  if (choice.options.length !== all.length) choice.replaceChildren(...all.map((one) => new Option(one)));
   choice.value = name;
 }
 
-$("routers").addEventListener("change", (event) => {
-  setRouter(event.target.value);
-  wake();
-});
+for (const kind of ["router", "model"])
+  $(`${kind}s`).addEventListener("change", (event) => {
+    setSource({ [kind]: event.target.value });
+    wake();
+  });
 
 // --- the loop ---
 
@@ -266,7 +269,7 @@ async function run() {
         await rest(2 ** 30);
         continue;
       }
-      setRouter(""); // another one may answer
+      setSource({ router: "", model: "" }); // another one may answer
       pause = Math.max(error.retryAfter, WAITS[Math.min(errors, WAITS.length - 1)]);
       errors += 1;
       tell("lost", error.status === 429 ? "Too many viewers" : "Connection lost");
