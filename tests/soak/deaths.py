@@ -20,6 +20,7 @@ from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.engines import ENGINE
 from tests.support.eventually import eventually
+from tests.support.metrics_page import metric
 from tests.support.undisturbed import Stream, undisturbed
 
 STREAMS, CROWD = 6, 64  # requests at a time; of a family
@@ -32,6 +33,8 @@ swap, and so may two experts."""
 ENDS = 30.0  # seconds in which a worker ends after a part of its has been killed, on a busy machine
 PATIENCE = 300.0  # seconds for a request and for a start, on a busy machine whose workers are killed all the time
 QUICK = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "decode.fetch_timeout_ms": 3_000}
+PROPOSALS = {"model.speculation": "ngram"}  # every guess is verified, whatever it costs
+_EXACT = ENGINE.name == "native" and build.can_compile()
 PATIENT = {"router.max_attempts": 1_000, "router.queue_timeout_ms": 300_000, "router.attempt_timeout_ms": 300_000}
 """Where there is one decode worker, requests wait for its successor, however often it dies."""
 
@@ -187,10 +190,20 @@ def prompts(seed: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(each) for each in workload.prompts(seed=seed) if len(each) < 800))[:24]
 
 
+def streams_of(seed: int) -> list[Stream]:
+    """Of each prompt one that is greedy, one that is drawn, and one of either kind that repeats itself."""
+    return [
+        stream
+        for number, prompt in enumerate(prompts(seed))
+        for stream in (Stream(prompt), Stream(prompt, len(prompt)), Stream(prompt, number % 2 or None, repeats=True))
+    ]
+
+
 def expected_of(path: Path, seed: int, folder: Path) -> dict[Stream, list[int]]:
-    """Greedy streams, and the tokens of each. Where torch computes, neither tokens nor experts nearly tie in them."""
-    if ENGINE.name == "native" and build.can_compile():
-        return undisturbed(path, folder, [Stream(prompt) for prompt in prompts(seed)], OUTPUT)
+    """Streams, and the tokens of each without proposals. Where torch computes they are greedy, and neither tokens nor
+    experts nearly tie in them."""
+    if _EXACT:
+        return undisturbed(path, folder, streams_of(seed), OUTPUT, **{"model.speculation": "off"})
     model = checkpoints.reference(path)
     expected: dict[Stream, list[int]] = {}
     for prompt in prompts(seed):
@@ -255,6 +268,8 @@ def soak(
                 attempts += answer.work.attempts
         lasted = time.monotonic() - start
         eventually(lambda: at_rest(cluster), what="everything freed")
+        decoders = [name for name in cluster.pids if name.startswith("decode")]
+        verified = sum(metric(cluster, name, "spec_decode_num_draft_tokens_total") for name in decoders)
     return {
         "seed": seed,
         "seconds": round(lasted),
@@ -263,6 +278,7 @@ def soak(
         "wrong": wrong,
         "tokens": done * OUTPUT,
         "attempts": attempts,
+        "proposals_verified": verified,  # by the last process of each decode worker
         "cached_tokens": cached,
         "kills": dict(chaos.kills),
         "stops": sum(count for what, count in chaos.faults.items() if what.startswith("stop")),
@@ -287,7 +303,10 @@ def families(seconds: float, seed: int, folder: Path, only: Sequence[str] = ("*"
                 yield {"family": family, "shape": name, "skipped": f"{shape.ranks} ranks can't share {heads} KV heads"}
                 continue
             try:
-                result = soak(seconds / len(chosen), seed, folder / f"{family}-{name}", path, expected, shape, CROWD)
+                result = soak(
+                    seconds / len(chosen), seed, folder / f"{family}-{name}", path, expected, shape, CROWD,
+                    more=PROPOSALS if _EXACT else {},
+                )  # fmt: skip
             except BaseException as error:
                 error.add_note(f"{family} on {name}, seed {seed}")
                 raise

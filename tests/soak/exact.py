@@ -2,10 +2,11 @@
 
     .venv/bin/python -m tests.soak.exact [--minutes 20] [--faults 200] [--dtype bfloat16] [--model DIR] [--seed N]
 
-24 prompts are asked for, each greedily and with a seed, in a cluster of 1 prefill and 2 decode workers and in a
-colocated one. Workers and stores are killed and stopped at random, `--faults` times in all, and three busy loops take
-the cores. Every stream must have the tokens of a colocated cluster that nothing disturbs. Those that differ are
-counted, and the last one stays in `wrong.json`. Native kernels must run the model (`engine/cpu/features.py`).
+24 prompts are asked for, each greedily, with a seed and repeating itself, in a cluster of 1 prefill and 2 decode
+workers and in a colocated one. Decode workers verify every guess of n-grams. Workers and stores are killed and stopped
+at random, `--faults` times in all, and three busy loops take the cores. Every stream must have the tokens of a
+colocated cluster without proposals that nothing disturbs. Those that differ are counted, and the last one stays in
+`wrong.json`. Native kernels must run the model (`engine/cpu/features.py`).
 """
 
 import argparse
@@ -18,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.soak.deaths import OUTPUT, STREAMS, Shape, prompts, soak
+from tests.soak.deaths import OUTPUT, PROPOSALS, STREAMS, Shape, soak, streams_of
 from tests.support import checkpoints
-from tests.support.undisturbed import Stream, undisturbed
+from tests.support.undisturbed import undisturbed
 
 SHAPES = {"1P+2D": Shape(1, 2), "colocated": Shape(0, 1)}
 BUSY = 3  # loops
@@ -49,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = Path(tempfile.mkdtemp(prefix="baton-soak-"))
     print(f"seed {options.seed}, all logs are in {folder}", flush=True)
     path: Path = options.model or checkpoints.make("llama", folder / "model")
-    streams = [Stream(prompt, seed) for prompt in prompts(options.seed) for seed in (None, len(prompt))]
-    settings = {"model.dtype": options.dtype}
-    expected = undisturbed(path, folder / "reference", streams, OUTPUT, **settings)
+    streams, settings = streams_of(options.seed), {"model.dtype": options.dtype, **PROPOSALS}
+    expected = undisturbed(path, folder / "reference", streams, OUTPUT, **{**settings, "model.speculation": "off"})
     wrong = 0
     with busy(BUSY):
         for name, shape in SHAPES.items():

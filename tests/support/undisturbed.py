@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from baton.client import Generated
 from deploy.local import LocalCluster
@@ -13,13 +14,16 @@ TIE_OF_EXPERTS = 1e-3  # of their logits: routers' differ by so much between imp
 
 @dataclass(frozen=True)
 class Stream:
-    """A prompt, and how tokens are drawn: greedily, or with a seed."""
+    """A prompt, and how tokens are drawn: greedily, or with a seed. `repeats`: mostly the same token, so that proposals
+    are right and wrong."""
 
     prompt: tuple[int, ...]
     seed: int | None = None
+    repeats: bool = False
 
     def ask(self, address: str, count: int, timeout: float = 120.0) -> Generated:
-        drawn = {} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
+        drawn: dict[str, Any] = {} if self.seed is None else {"temperature": 1.0, "seed": self.seed}
+        drawn |= {"logit_bias": {7: 30.0, 9: 27.0}} if self.repeats else {}
         return workload.ask(address, self.prompt, count, timeout=timeout, **drawn)
 
 
@@ -36,7 +40,9 @@ def undisturbed(
         greedy = [
             stream
             for stream in streams
-            if stream.seed is None and model.expert_gap([*stream.prompt, *answers[stream].token_ids]) > TIE_OF_EXPERTS
+            if stream.seed is None
+            and not stream.repeats
+            and model.expert_gap([*stream.prompt, *answers[stream].token_ids]) > TIE_OF_EXPERTS
         ]
         prompts = [stream.prompt for stream in greedy]
         expected = workload.references(path, prompts, count)

@@ -132,7 +132,7 @@ def test_a_sequence_moves_and_is_computed_again_after_a_wrong_proposal(paths: Ca
 
 @pytest.mark.technique("Speculation by n-grams, token-identical")
 def test_a_cluster_has_the_tokens_that_it_has_without_while_a_worker_dies(path: Path, tmp_path: Path) -> None:
-    """Greedy, drawn and ruled outputs of 24 at once."""
+    """Greedy, drawn and ruled outputs of 24 at once, with n-grams, and with the model as its own draft."""
     requests = [(prompt, setting) for prompt in PROMPTS[:6] for setting in SETTINGS]
     more = {
         **VLLM,
@@ -153,16 +153,17 @@ def test_a_cluster_has_the_tokens_that_it_has_without_while_a_worker_dies(path: 
     with LocalCluster(workload.settings(path, 1, 1, **more), tmp_path / "off") as cluster:
         expected = answers(cluster)
         assert not metric(cluster, "decode-0", "spec_decode_num_drafts_total")
-    more["model.speculation"] = "ngram"
-    with LocalCluster(workload.settings(path, 1, 2, **more), tmp_path / "on") as cluster:
+    for kind, draft in {"ngram": "", "draft": str(path)}.items():
+        more |= {"model.speculation": kind, "model.draft_model": draft}
+        with LocalCluster(workload.settings(path, 1, 2, **more), tmp_path / kind) as cluster:
 
-        def kill() -> None:
-            eventually(lambda: load_of(cluster, "decode-0").running > 2, what="streams on a worker")
-            cluster.kill("decode-0")
+            def kill(cluster: LocalCluster = cluster) -> None:
+                eventually(lambda: load_of(cluster, "decode-0").running > 2, what="streams on a worker")
+                cluster.kill("decode-0")
 
-        assert answers(cluster, kill) == expected
-        eventually(lambda: at_rest(cluster), what="everything freed")
-        drafts, right = (
-            metric(cluster, "decode-1", f"spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted")
-        )
-        assert drafts > right > 100
+            assert answers(cluster, kill) == expected
+            eventually(lambda: at_rest(cluster), what="everything freed")
+            drafts, right = (
+                metric(cluster, "decode-1", f"spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted")
+            )
+            assert drafts > right > 100
