@@ -127,7 +127,7 @@ def test_down_lets_streams_end(machine: Machine):
 
 def test_two_routers_of_which_one_dies(machine: Machine):
     """Clients go to the other one at the same port, commands find it, and the dead one comes back where it was. It has
-    two models: each has its workers at both routers, before and after."""
+    two models: each has its workers at both routers, before and after. One gets new weights."""
     assert machine.run(sys.executable, "-c", NEW_WEIGHTS).status == 0
     up = machine.up("--model", OTHER, "--prefill", 0, "--routers", 2)
     assert up.status == 0, up
@@ -155,6 +155,12 @@ def test_two_routers_of_which_one_dies(machine: Machine):
     for _ in range(4):
         assert machine.generate(*ask)["token_ids"] == first["token_ids"]
         assert machine.generate(*ask, "--model", "other")["token_ids"] == second["token_ids"]
+    assert machine.baton("reload", MODEL, "--model", "other", "--json").json["done"]
+    for name, model in (("decode-0", "model"), ("decode-m1-0", "other")):
+        dead = pid_of(machine, name)
+        machine.kill(dead)
+        machine.wait(f"{name} is back", lambda name=name, dead=dead: is_live(machine, name) not in (None, dead))
+        assert machine.generate(*ask, "--model", model)["token_ids"] == first["token_ids"]
     assert machine.baton("down").status == 0
     assert machine.left_behind() == []
 
