@@ -18,7 +18,6 @@ import mmap
 import os
 import secrets
 import select
-import shutil
 import sys
 import tempfile
 import time
@@ -70,7 +69,7 @@ def measure(directory: Path, page_bytes: int, size: int, runs: int, full: bool =
             steady.write()
         for run in range(runs + 1):
             sides: list[tuple[str, _Raw | _Tier]] = [
-                ("tier", steady or _Tier(setting, folder / "tier", memory)),
+                ("tier", steady or _Tier(setting, folder / f"tier{run}", memory)),
                 ("raw", _Raw(folder / "raw", memory, direct)),
             ]
             for direction in ("write", "read"):
@@ -199,8 +198,7 @@ class _Tier:
         return seconds
 
     def close(self) -> None:
-        self._tier.close()
-        shutil.rmtree(self._folder)
+        self._tier.close()  # its files stay: a file system may be slow to make files after some were deleted
 
     def _room_for(self, pages: int) -> None:
         """Wait until the queue takes so many of all pages, and the disk a batch."""

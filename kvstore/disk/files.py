@@ -32,7 +32,6 @@ from kvstore.disk.orders import FoundFolder
 
 T = TypeVar("T")
 
-_DIRECT_FROM = 2**20  # smaller files are written twice as fast through the page cache
 _FOLDER = re.compile(r"(?:[0-9a-f]{2}){1,64}-([1-9]\d{0,11})")
 _SPREAD = re.compile(r"[0-9a-f]{2}")
 
@@ -164,9 +163,8 @@ class PageFiles:
                 done += os.write(fd, content[done:])
 
         try:
-            direct = self._aligned and len(content) >= _DIRECT_FROM
             self._take_spare(beside)
-            _opened(beside, os.O_WRONLY | os.O_CREAT, direct, put)
+            self._opened(beside, os.O_WRONLY | os.O_CREAT, put)
             os.rename(beside, place)  # noqa: PTH104
         except OSError:
             with contextlib.suppress(OSError):
@@ -182,7 +180,7 @@ class PageFiles:
                 done += more
             return done
 
-        return _opened(self._place(page), os.O_RDONLY, self._aligned, get)
+        return self._opened(self._place(page), os.O_RDONLY, get)
 
     def delete(self, page: PageFile) -> None:
         """Remove a page's file, if it is there. A read that has begun is not disturbed. Raises OSError."""
@@ -211,6 +209,18 @@ class PageFiles:
         with self._lock, contextlib.suppress(FileNotFoundError, KeyError):
             os.rename(self._spare.popitem()[0], beside)  # noqa: PTH104
 
+    def _opened(self, path: str, flags: int, use: Callable[[int], T]) -> T:
+        """Open a file, use it and close it, by direct I/O if that works here."""
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+        if self._aligned:
+            try:
+                return _used(path, flags | os.O_DIRECT, use)
+            except OSError as error:
+                # This file system, or this memory, is not what direct I/O asks for.
+                if error.errno != errno.EINVAL:
+                    raise
+        return _used(path, flags, use)
+
     def _place(self, page: PageFile) -> str:
         return f"{self.folder}/{self._names.name(page)}"
 
@@ -219,19 +229,6 @@ def remove(path: str) -> None:
     """Delete a file, if it is there. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # noqa: PTH108
-
-
-def _opened(path: str, flags: int, direct: bool, use: Callable[[int], T]) -> T:
-    """Open a file, use it and close it, by direct I/O if that is wanted and works here."""
-    flags |= os.O_CLOEXEC | os.O_NOFOLLOW
-    if direct:
-        try:
-            return _used(path, flags | os.O_DIRECT, use)
-        except OSError as error:
-            # This file system, or this memory, is not what direct I/O asks for.
-            if error.errno != errno.EINVAL:
-                raise
-    return _used(path, flags, use)
 
 
 def _used(path: str, flags: int, use: Callable[[int], T]) -> T:

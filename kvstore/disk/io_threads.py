@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 _PAGES_PER_EVENT = 1_024  # pages, so that the index never takes long over one event
 _RUN_BYTES = 2**20  # of small pages that one thread moves before it tells of them
 _CLOSE_SECONDS = 2.0
-_WRITERS = 2
-_READERS = 8  # small pages need many reads at a time
+_WRITERS = 4  # small pages need several writes at a time
+_READERS = 8  # and many reads
 
 _NOT_OPEN = OSError(errno.ESTALE, "another namespace is open")
 _BUSY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
