@@ -49,7 +49,7 @@ TECHNIQUES = (
     Technique("Pages by RDMA", "NIXL", "kvstore/transport"),
     Technique("Pinned prefixes", "prompt caching of Anthropic's API", "router/prefix_pinning"),
     Technique("Preemption by recompute", "vLLM, SOSP 2023", "decode_worker/scheduler.py"),
-    Technique("Long prompts over several prefill workers", "ours", "router/requests/lifecycle.py"),
+    Technique("Long prompts over several prefill workers", "ours", "router/requests/moves.py"),
     Technique("Fail-over with the same tokens", "ours", "router/requests/lifecycle.py"),
     Technique("The same bits by every path", "He et al., 2025", "engine/cpu"),
     Technique("Pages checked by recomputation", "ours", "engine"),

@@ -26,7 +26,7 @@ from router.members import ClusterMembership, MemberRecord
 from router.outbox import Outbox
 from router.placement.step_costs import DecodeCost, FittedCosts
 from router.placement.utilization import PoolCapacity, PoolUtilization, RoleAdvice, UtilizationMonitor
-from router.requests.lifecycle import RequestManager
+from router.requests.moves import Moves
 
 PATIENCE = 30.0  # seconds that a worker gets to finish what it has
 _LOOK = 1.0  # seconds between two looks at what is asked of the cluster
@@ -47,7 +47,7 @@ class RoleChanges:
         config: Config,
         members: ClusterMembership,
         costs: FittedCosts,
-        manager: RequestManager,
+        moves: Moves,
         utilization: UtilizationMonitor,
         outbox: Outbox,
     ) -> None:
@@ -60,7 +60,7 @@ class RoleChanges:
         self._next_look = float("-inf")
         self.advice: RoleAdvice | None = None
         self._members = members
-        self._manager = manager
+        self._moves = moves
         self._utilization = utilization
         self._out = outbox
         self._changes: dict[str, _Change] = {}  # by incarnation
@@ -104,7 +104,7 @@ class RoleChanges:
                     f"{member.peer.name} stays a decode worker: there is no other now", warning=True, kind="role kept"
                 )
             elif now >= change.last_order + self._again and (now >= change.until or member.is_empty):
-                self._manager.move_work_off(member, now)
+                self._moves.move_work_off(member, now)
                 self._out.send(incarnation, ChangeRole(change.role))
                 change.last_order = now
 

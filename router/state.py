@@ -1,9 +1,9 @@
 """The router's knowledge and decisions: live processes, their work, and what each heartbeat proves.
 
 Pure: `handle(event, now) -> list[Command]`. The parts: `members` (processes), `placement.kv_index` (pages),
-`requests.lifecycle` (requests), `requests.worker_messages` (workers' messages about attempts), `prefix_pinning` (the
-same for pinned prefixes). This module judges. It checks every message for its sender, incarnation and attempt, and
-compares every heartbeat with the work that its sender should have.
+`requests.lifecycle` (requests), `requests.moves` (work that leaves a live worker), `requests.worker_messages` (workers'
+messages about attempts), `prefix_pinning` (the same for pinned prefixes). This module judges. It checks every message
+for its sender, incarnation and attempt, and compares every heartbeat with the work that its sender should have.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ from router.request import Attempt, Request, RequestPhase
 from router.requests.counts import PageCounts, RequestCounts
 from router.requests.explain import Explanations, RequestRecord
 from router.requests.lifecycle import RequestManager, cached_share
+from router.requests.moves import Moves
 from router.requests.slo_attainment import Objective, SloAttainment
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges
@@ -187,6 +188,7 @@ class RouterState:
             prompts=self._prompts,
             adapters=self.adapters,
         )
+        self._moves = Moves(config, self._members, self._costs, self._manager, self._admission, self._counts)
         self._worker_messages = WorkerMessageHandler(
             *(config, limits, self._members, self._manager, self._prediction_errors, self._out),
             admission=self._admission,
@@ -196,10 +198,8 @@ class RouterState:
         )
         self._pinner = PrefixPinner(config, limits, self._members, self._kv_index, self._admission.queue, self._out)
         self._pin_messages = PinMessageHandler(config, self._pinner, self._out)
-        self._role_changes = RoleChanges(
-            config, self._members, self._costs, self._manager, self._utilization, self._out
-        )
-        self._weight_change = WeightChange(config, self._members, self._manager, self._pinner, self._out)
+        self._role_changes = RoleChanges(config, self._members, self._costs, self._moves, self._utilization, self._out)
+        self._weight_change = WeightChange(config, self._members, self._moves, self._pinner, self._out)
         self._next_beat = float("-inf")
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
@@ -340,14 +340,14 @@ class RouterState:
 
     def _current(self, member: MemberRecord, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
         """Return the request and its attempt, if this member serves it in this role; none: drop the message."""
-        current = self._manager.find(request)
-        if current is None or current.attempt is None or current.attempt.name.attempt != attempt:
+        if (current := self._manager.find_attempt(request, attempt)) is None:
             return None
+        named = current[1]
         if role == "decode":
-            has_a_say = current.attempt.decode == member.incarnation
+            has_a_say = named.decode == member.incarnation
         else:
-            has_a_say = current.attempt.prefill == member.incarnation and current.attempt.prefill_sent
-        return (current, current.attempt) if has_a_say else None
+            has_a_say = named.prefill == member.incarnation and named.prefill_sent
+        return current if has_a_say else None
 
     # --- coming and going --------------------------------------------------------------------------------------------
 
@@ -441,7 +441,7 @@ class RouterState:
             member.clear_busy()
         self._rate_slowness(member, now)
         if member.peer.role == "prefill":
-            self._manager.move_prompts(member, now)
+            self._moves.move_prompts(member, now)
 
     def _time_tokens(self, member: MemberRecord, deltas: Sequence[Delta], now: float) -> None:
         """Compare the time since the last tokens with that of a step. A step that computes prompts as well tells
@@ -459,7 +459,7 @@ class RouterState:
     def _rate_slowness(self, member: MemberRecord, now: float) -> None:
         slow, name = self._slowness, member.incarnation
         member.rate_slowness(slow.delay(name, now), slow.pace(name, now), slow.slowdown(name, now))
-        self._manager.move_slow_work(member, now)
+        self._moves.move_slow_work(member, now)
 
     def _attempt_listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
         """It has the attempt: take from that what messages should have told and perhaps did not."""
@@ -547,7 +547,7 @@ class RouterState:
         member.drain(draining=not order.undo)
         self._out.log(f"{order.worker} {'is given work again' if order.undo else 'drains'}", kind="drains")
         if order.at_once and not order.undo:
-            self._manager.move_work_off(member, now)
+            self._moves.move_work_off(member, now)
 
     def _worker(self, name: str) -> MemberRecord:
         """The live worker of that name."""

@@ -24,18 +24,18 @@ from router.events import ReloadWeights
 from router.members import ClusterMembership, MemberRecord
 from router.outbox import Outbox
 from router.prefix_pinning.pinner import PrefixPinner
-from router.requests.lifecycle import RequestManager
+from router.requests.moves import Moves
 
 
 class WeightChange:
     """The change that is under way, if one is."""
 
     def __init__(
-        self, config: Config, members: ClusterMembership, manager: RequestManager, pinner: PrefixPinner, outbox: Outbox
+        self, config: Config, members: ClusterMembership, moves: Moves, pinner: PrefixPinner, outbox: Outbox
     ) -> None:
         self._again = config.cluster.heartbeat_ms / 1_000  # seconds until workers are told again
         self._members = members
-        self._manager, self._pinner = manager, pinner
+        self._moves, self._pinner = moves, pinner
         self._out = outbox
         self._order: ReloadWeights | None = None
         self._until = self._next_order = self._known_by = 0.0
@@ -83,7 +83,7 @@ class WeightChange:
         elif now >= self._next_order:
             self._next_order = now + self._again
             for member in left:
-                self._manager.move_work_off(member, now)
+                self._moves.move_work_off(member, now)
                 self._out.send(member.incarnation, LoadWeights(self._order.path))
 
     def _workers(self) -> list[MemberRecord]:

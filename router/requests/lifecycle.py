@@ -49,12 +49,6 @@ MAX_FRUITLESS = 64
 _FREE_OF_PAUSE = 2  # attempts: a fail-over is immediate
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 1.0  # seconds
 
-_LATE = 0.1  # seconds: of a shorter delay nothing is moved, nor for a smaller gain
-_SETTLED = 0.5  # seconds for which an attempt that runs stays where it was placed
-_MOVES = 4  # requests that are moved, or looked at, at a time
-_WORTH = 1.5  # times what a request takes elsewhere, or the rest of its prompt
-_CHUNK = 4  # times `prefill.step_ms`, at most: the chunk under way, which a heartbeat does not tell and a move loses
-
 
 class RequestManager:
     """Every request that has not ended."""
@@ -80,7 +74,7 @@ class RequestManager:
     ) -> None:
         self._config = config
         self._policy = placer
-        self._view = ClusterView(config, members, costs)
+        self.view = ClusterView(config, members, costs)
         self._costs = costs
         self._limits = limits
         self._members = members
@@ -102,6 +96,13 @@ class RequestManager:
     def find(self, name: str) -> Request | None:
         """The request of that name, if it has not ended."""
         return self._requests.get(name)
+
+    def find_attempt(self, name: str, attempt: int) -> tuple[Request, Attempt] | None:
+        """The request of that name and its attempt, if it is the current one."""
+        request = self._requests.get(name)
+        if request is None or request.attempt is None or request.attempt.name.attempt != attempt:
+            return None
+        return request, request.attempt
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -127,7 +128,7 @@ class RequestManager:
             check_tokens(spec.tokens, self._limits.vocab_size)
             self._settle_length(request)
             self._admission.charge_quota(
-                request, spec.max_tokens or self._view.expected_output(self._limits.max_context), now
+                request, spec.max_tokens or self.view.expected_output(self._limits.max_context), now
             )
         except BatonError as error:
             self.end(request, Failed(error), now)
@@ -137,7 +138,7 @@ class RequestManager:
             self.place_waiting(now)
         # For requests that wait already nothing has changed.
         elif self._can_place() and (not self._held or self._queue.first(now) is request):
-            self._view.now = now
+            self.view.now = now
             self._place(request, now)
         self._clear_gaps(now)
         if request in self._queue and self._members.changes.room:
@@ -153,7 +154,7 @@ class RequestManager:
             request.derive_keys(card)
             held = self._held_prefix(request).values()
             work -= max((match.pages for match in held), default=0) * self._config.pages.page_size
-            rates = [m.load.prefill_rate for m in self._view.prefill_workers or self._view.decode_workers]
+            rates = [m.load.prefill_rate for m in self.view.prefill_workers or self.view.decode_workers]
             seconds = work / rate if (rate := max(rates, default=0.0)) else 0.0
         if (error := self._admission.check_wait(request, work, seconds, now)) is not None:
             self.end(request, Failed(error), now)
@@ -182,7 +183,7 @@ class RequestManager:
         """Place what can be placed, if there may be room now: call when an event has been handled."""
         if not self._scan.due:
             return
-        self._view.begin_scan(now)
+        self.view.begin_scan(now)
         self._held = self._paused = False
         for request in self._scan.scan(now):
             if not self._can_place():
@@ -190,7 +191,7 @@ class RequestManager:
             if now < request.history.paused_until:
                 self._paused = True
                 continue
-            if not self._policy.may_go(request.name, self._view) or self._admission.lacks_retry_budget(request, now):
+            if not self._policy.may_go(request.name, self.view) or self._admission.lacks_retry_budget(request, now):
                 continue
             if not self._place(request, now):
                 self._scan.mark_unplaceable(request)
@@ -218,12 +219,12 @@ class RequestManager:
             self._explanations.kept_waiting(request, "more urgent requests wait", None)
             return False
         ask = self._placement_request(request, card, now)
-        decision = self._policy.place(ask, self._view)
+        decision = self._policy.place(ask, self.view)
         choice, considered = decision.choice, _considered(decision.considered)
         if decision.reservation is not None:
-            self._view.reserve(decision.reservation)
+            self.view.reserve(decision.reservation)
         if isinstance(choice, Placement):
-            self._view.mark_used(choice)
+            self.view.mark_used(choice)
             if self._should_hold(request, choice, considered):
                 return False
             if request.lowest and not self._gap_fillers.fits(request, choice, now):
@@ -303,7 +304,7 @@ class RequestManager:
         enough = len(prompts) >= self._config.prefill.max_num_seqs
         if not enough or not self._admission.should_hold(request, sum(prompt.seconds for prompt in prompts)):
             return False
-        self._view.reserve(SecondsReservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
+        self.view.reserve(SecondsReservation(worker.incarnation, plan.predicted.load + plan.predicted.compute))
         self._explanations.kept_waiting(request, f"{worker.peer.name} has prompts enough", considered)
         self._held = True
         return True
@@ -360,7 +361,7 @@ class RequestManager:
         decoder = self._members.require_live(plan.decode)
         known, left = (
             plan.cached_pages * ask.prefix.page_size,
-            self._view.expected_output(ask.max_tokens - request.generated),
+            self.view.expected_output(ask.max_tokens - request.generated),
         )
         if plan.prefill is not None:
             prompt = PendingPrefill(ask.tokens - 1 - known, known, fills_gap=request.lowest)
@@ -416,6 +417,15 @@ class RequestManager:
             detail=True,
         )
 
+    def place_elsewhere(self, request: Request, member: MemberRecord, now: float) -> Placement | None:
+        """Where a request would be placed now if this worker were not there; none: nowhere."""
+        if (card := self._members.card) is None:
+            return None
+        ask = self._placement_request(request, card, now)
+        ask = replace(ask, excluded={*ask.excluded, member.incarnation}, shares_with="")
+        choice = self._policy.place(ask, self.view).choice
+        return choice if isinstance(choice, Placement) else None
+
     # --- attempts end ------------------------------------------------------------------------------------------------
 
     def member_gone(self, member: MemberRecord, now: float) -> None:
@@ -426,10 +436,9 @@ class RequestManager:
             names = {name for name, attempt in self._attempts() if member.incarnation in attempt.stores}
         for name in sorted(names):
             member.unassign(name)
-            request = self._requests.get(name.request)
-            if request is None or request.attempt is None or request.attempt.name != name:
+            if (current := self.find_attempt(name.request, name.attempt)) is None:
                 continue
-            attempt = request.attempt
+            request, attempt = current
             needed = member.incarnation != attempt.prefill or attempt.needs_prefill
             if member.incarnation == attempt.prefill:
                 attempt.prefill = None
@@ -439,120 +448,6 @@ class RequestManager:
                 placed = request.timeline.placed
                 before = member.gone == "silent" and placed is not None and member.heard_at < placed
                 self.retry(request, f"{member.peer.name} is gone: {member.gone}", now, free=before, death=True)
-
-    def move_work_off(self, member: MemberRecord, now: float) -> None:
-        """Place the unfinished work of a live worker anew; no attempt is counted."""
-        for name in sorted({*member.assigned, *member.pending_prefills}):
-            request = self._requests.get(name.request)
-            if request is None or request.attempt is None or request.attempt.name != name:
-                continue
-            if request.attempt.decode == member.incarnation or request.attempt.needs_prefill:
-                self.retry(request, f"{member.peer.name} drains", now, free=True)
-
-    def move_slow_work(self, member: MemberRecord, now: float) -> None:
-        """Place requests of a decode worker that is an outlier anew, where that ends them sooner by far. If its steps
-        are slow these are the sequences that run, and if it is late now the orders that it has not answered. A request
-        leaves a worker once. No attempt is counted. Moves use the common retry budget. While requests wait there is no
-        room to move to."""
-        slow = {
-            RequestPhase.RUNNING: max(member.pace, member.slowdown) > 1,
-            RequestPhase.PLACED: member.delay > _LATE,
-            RequestPhase.PREPARING: False,  # for long only where pages are late
-        }
-        if not any(slow.values()) or member.peer.role != "decode" or self._queue:
-            return
-        self._view.now = now
-        before = self._counts.moved
-        for name in sorted(member.assigned):
-            request = self._requests.get(name.request)
-            if (
-                request is None
-                or (attempt := request.attempt) is None
-                or attempt.name != name
-                or not slow[attempt.phase]
-            ):
-                continue
-            if self._counts.moved - before >= _MOVES or not self._admission.may_move(now):
-                return
-            if (gain := self._gain_of_move(request, attempt, member, now)) is not None:
-                self._admission.moved(now)
-                self._counts.moved += 1
-                request.history.excluded.add(member.incarnation)
-                self.retry(request, f"{member.peer.name} is slow: {gain}", now, free=True)
-
-    def _gain_of_move(self, request: Request, attempt: Attempt, member: MemberRecord, now: float) -> str | None:
-        """Say what a move is worth; none: too little, or the attempt is too new."""
-        placed, card = request.timeline.placed, self._members.card
-        assert request.max_tokens is not None, request.name
-        settled = _SETTLED if attempt.phase is RequestPhase.RUNNING else _LATE
-        if card is None or placed is None or now - placed < settled:
-            return None
-        if not (ask := self._placement_request(request, card, now)).output_left:
-            return None
-        ask = replace(ask, excluded={*ask.excluded, member.incarnation}, shares_with="")
-        choice = self._policy.place(ask, self._view).choice
-        if not isinstance(choice, Placement) or choice.decode == member.incarnation:
-            return None
-        tokens = self._view.expected_output(ask.output_left)
-        step = member.pace * self._costs.step(member.incarnation).seconds(len(member.assigned), int(member.context))
-        here, there = member.delay + tokens * step, choice.predicted.total + tokens * choice.tpot
-        return f"{here:.2f} s to the end, {there:.2f} s elsewhere" if here > _WORTH * there + _LATE else None
-
-    def move_prompts(self, member: MemberRecord, now: float) -> None:
-        """Give the rest of a prompt of this prefill worker to another one, where its first token comes sooner by far.
-        The other worker begins behind the pages that are sealed. A prompt leaves a worker once, and one at a time, of
-        the few longest. No attempt is counted. Moves use the common retry budget. While requests wait, a free slot is
-        theirs."""
-        most = self._config.prefill.max_num_seqs
-        if not self._config.router.move_prompts or self._queue or not member.pending_prefills:
-            return
-        others = (other for other in self._members.schedulable("prefill") if other is not member)
-        if not any(other.free_prefill_slots(most) > 0 for other in others) or not self._admission.may_move(now):
-            return
-        self._view.now = now
-        self._view.refreshed_table()
-        rests = sorted(member.pending_prefills.items(), key=lambda item: (-item[1].seconds, item[0]))
-        for name, _ in rests[:_MOVES]:
-            request = self._requests.get(name.request)
-            if request is None or request.attempt is None or request.attempt.name != name or request.lowest:
-                continue
-            if member.incarnation in request.history.prompt_left:
-                continue
-            if (gain := self._gain_of_other_prefill(request, request.attempt, member, now)) is not None:
-                self._admission.moved(now)
-                self._counts.prompts_moved += 1
-                request.history.prompt_left.add(member.incarnation)
-                self.retry(request, f"another prefill worker computes the rest of its prompt: {gain}", now, free=True)
-                return
-
-    def _gain_of_other_prefill(
-        self, request: Request, attempt: Attempt, member: MemberRecord, now: float
-    ) -> str | None:
-        """Say what a move of the rest of a prompt is worth; none: too little. Equally urgent prompts share a worker's
-        time, so each of them delays this one by no more than this one's own rest."""
-        card, size = self._members.card, self._config.pages.page_size
-        if card is None or not attempt.prefill_sent or not attempt.needs_prefill:
-            return None
-        rest, here = member.pending_prefills[attempt.name].seconds, 0.0
-        page = member.positions.get(attempt.name, 0) // size  # the one that is made next
-        for name, prompt in member.pending_prefills.items():
-            other = self._requests.get(name.request)
-            if other is None or other.level > request.level:
-                continue
-            if other is not request and other.keys[: page + 1] == request.keys[: page + 1]:
-                return None  # one computes it for both
-            here += min(prompt.seconds, rest) if other.level == request.level else prompt.seconds
-        if (here := here - _CHUNK * self._config.prefill.step_ms / 1_000) <= _LATE:
-            return None
-        ask = self._placement_request(request, card, now)
-        ask = replace(ask, excluded={*ask.excluded, member.incarnation}, shares_with="")
-        choice = self._policy.place(ask, self._view).choice
-        if not isinstance(choice, Placement) or choice.prefill is None:
-            return None
-        there, name = choice.predicted.total, self._members.require_live(choice.prefill).peer.name
-        if here <= _WORTH * there + _LATE:
-            return None
-        return f"{here:.2f} s at {member.peer.name}, {there:.2f} s at {name} behind {choice.cached_pages} pages"
 
     def _attempts(self) -> list[tuple[AttemptName, Attempt]]:
         return [(r.attempt.name, r.attempt) for r in self._requests.values() if r.attempt is not None]
@@ -641,7 +536,7 @@ class RequestManager:
         match outcome:
             case Finished(reason=reason):
                 self._counts.finished[reason] += 1
-                self._view.learn_output(request.generated)
+                self.view.learn_output(request.generated)
                 self._counts.prompt_tokens += summary.usage.prompt
                 self._counts.cached_tokens += summary.usage.cached
                 if summary.not_cached is not None:
