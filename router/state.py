@@ -2,41 +2,33 @@
 
 Pure: `handle(event, now) -> list[Command]`. The parts: `members` (processes), `placement.kv_index` (pages),
 `requests.lifecycle` (requests), `requests.moves` (work that leaves a live worker), `requests.worker_messages` (workers'
-messages about attempts), `prefix_pinning` (the same for pinned prefixes). This module judges. It checks every message
-for its sender, incarnation and attempt, and compares every heartbeat with the work that its sender should have.
+messages about attempts), `heartbeats` (the attempts that a worker lists), `prefix_pinning` (the same for pinned
+prefixes). This module judges: it checks every message for its sender, incarnation and attempt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from zlib import crc32
 
 from baton import messages
 from baton.clock import Tick
 from baton.config import Config
-from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound, TraceConflict, shown
+from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound, shown
 from baton.messages import (
-    AttemptHeld,
-    AttemptName,
-    Cancel,
     Delta,
     Envelope,
     Heartbeat,
     Hello,
-    LoadReport,
     ModelCard,
     Peer,
     Rejected,
     RequestHello,
     Role,
     RouterHeartbeat,
-    StartTrace,
-    StopTrace,
     ToRouter,
     Welcome,
-    WorkerRole,
 )
 from baton.operator_api import Pin
 from baton.waits import WaitEdge
@@ -69,89 +61,32 @@ from router.events import (
     Unsubscribe,
 )
 from router.generation_request import GenerationRequest
+from router.heartbeats import AttemptCheck
 from router.members import ClusterMembership, GoneReason, MemberRecord
-from router.not_cached import Reason
 from router.outbox import Outbox
-from router.placement.kv_index import KvIndex, KvIndexStats
+from router.placement.kv_index import KvIndex
 from router.placement.policy import PlacementPolicy
-from router.placement.prediction_error import PredictionError, PredictionErrors, PredictionKind
+from router.placement.prediction_error import PredictionErrors
 from router.placement.prompt_history import PromptHistory
 from router.placement.reuse_ceiling import ReuseCeiling
 from router.placement.slowness import Slowness
 from router.placement.step_costs import FittedCosts
-from router.placement.utilization import PoolUtilization, RoleAdvice, UtilizationMonitor
+from router.placement.utilization import UtilizationMonitor
 from router.policies import policy_named
 from router.prefix_pinning.pin import PinPhase as PinPhase
 from router.prefix_pinning.pinner import PrefixPinner
 from router.prefix_pinning.worker_messages import PinMessageHandler
+from router.profiles import Profiles
 from router.queueing.admission import AdmissionControl, ModelLimits
-from router.request import Attempt, Request, RequestPhase
-from router.requests.counts import PageCounts, RequestCounts
+from router.requests.counts import RequestCounts
 from router.requests.explain import Explanations, RequestRecord
 from router.requests.lifecycle import RequestManager, cached_share
 from router.requests.moves import Moves
-from router.requests.slo_attainment import Objective, SloAttainment
+from router.requests.slo_attainment import SloAttainment
 from router.requests.worker_messages import WorkerMessageHandler
 from router.role_changes import RoleChanges
+from router.views import ProcessView, RouterStats
 from router.weight_change import WeightChange
-
-_SIGHTINGS = 2  # heartbeats after which we no longer wait for the message that would have said the same
-
-
-@dataclass(frozen=True)
-class ProcessView:
-    """One process, as the router sees it."""
-
-    peer: Peer
-    load: LoadReport
-    gone: GoneReason | None
-    heartbeat_age: float  # seconds
-    metrics: str  # host:port
-    pages_known: int
-    events: str = ""  # ZMQ endpoint of its KV events
-    replay: str = ""  # the socket that sends missed batches again
-    draining: bool = False  # it is given nothing new
-    attempts: int = 0  # that it was given and that have not ended
-    changing_to: WorkerRole | None = None  # once it is empty
-    numerics: str = ""  # class of a worker's arithmetic
-
-
-@dataclass(frozen=True)
-class RouterStats:
-    """Counts since the start, and the present size of things."""
-
-    queued: int
-    running: int
-    live: Mapping[Role, int]
-    lost: Mapping[tuple[Role, GoneReason], int]  # processes that went
-    finished: Mapping[str, int]  # by reason
-    failed: Mapping[str, int]  # by reason
-    cancelled: int
-    attempts: int
-    placed_split: int
-    placed_local: int
-    resends: int
-    yielded: int  # attempts that gave their place to other requests
-    moved: int  # attempts taken from live workers that are slow
-    prompts_moved: int  # prompts of which another prefill worker was given the rest
-    slowdowns: Mapping[str, float]  # of live workers, by name: see `router.placement.slowness`
-    prompt_tokens: int  # of finished requests
-    cached_tokens: int  # of finished requests
-    not_cached_tokens: Mapping[Reason, int]  # of finished requests, by why they are not
-    generated_tokens: int
-    attainment: Mapping[tuple[int, Objective, bool], int]  # requests by level of priority and whether they met it
-    reuse_ceiling: Mapping[str, float]  # by window
-    pages: Mapping[str, PageCounts]  # by the name of the worker that reported them
-    kv_index: KvIndexStats
-    pins: Mapping[str, int]  # prefixes that are kept pinned, or are to be, by phase
-    waiting: Mapping[int, int]  # in the queue, by level of priority
-    running_adapters: Sequence[str]  # names of the LoRA adapters of requests that run, in order,
-    waiting_adapters: Sequence[str]  # and of those in the queue
-    rejected: Mapping[str, int]  # requests that no worker had begun, by reason
-    tenant_tokens: Mapping[tuple[str, str], int]  # by tenant (a bounded number) and kind
-    prediction_errors: Mapping[PredictionKind, PredictionError]  # of predictions
-    utilization: PoolUtilization | None  # of prefill and decode workers; none: not known yet
-    advice: RoleAdvice | None  # another role for one of them
 
 
 class RouterState:
@@ -165,6 +100,7 @@ class RouterState:
         self._kv_index = KvIndex()
         self._out = Outbox(self._members)
         self.adapters = RuntimeAdapters(config.model, self._members, self._out)
+        self.profiles = Profiles(self._members, self._out)
         self._prediction_errors = PredictionErrors()
         self._costs, self._slowness = FittedCosts(self._prediction_errors), Slowness()
         seed = crc32(me.incarnation.encode())
@@ -198,6 +134,9 @@ class RouterState:
         )
         self._pinner = PrefixPinner(config, limits, self._members, self._kv_index, self._admission.queue, self._out)
         self._pin_messages = PinMessageHandler(config, self._pinner, self._out)
+        self._attempt_check = AttemptCheck(
+            config, self._members, self._manager, self._worker_messages, self._pin_messages, self._out
+        )
         self._role_changes = RoleChanges(config, self._members, self._costs, self._moves, self._utilization, self._out)
         self._weight_change = WeightChange(config, self._members, self._moves, self._pinner, self._out)
         self._next_beat = float("-inf")
@@ -221,9 +160,9 @@ class RouterState:
             case UnpinPrefix():
                 self._pinner.unpin_prefix(event, now)
             case ProfileProcess():
-                self._profile(event)
+                self.profiles.start(event)
             case StopProfile(process=process):
-                self._stop_profile(process)
+                self.profiles.stop(process)
             case DrainWorker():
                 self._drain(event, now)
             case LoadAdapter(name=name, path=path):
@@ -293,7 +232,7 @@ class RouterState:
             case messages.Tokens(deltas=deltas):
                 self._time_tokens(member, deltas, now)
                 for delta in deltas:
-                    if current := self._current(member, delta.request, delta.attempt, "decode"):
+                    if current := self._manager.find_served(member, delta.request, delta.attempt, "decode"):
                         self._worker_messages.delta(*current, delta, now)
             case _:
                 self._about_attempt(member, message, now)
@@ -310,7 +249,7 @@ class RouterState:
         | messages.AttemptFailed,
         now: float,
     ) -> None:
-        if current := self._current(member, message.request, message.attempt, "decode"):
+        if current := self._manager.find_served(member, message.request, message.attempt, "decode"):
             request, attempt = current
             match message:
                 case messages.Accepted(device=device):
@@ -327,7 +266,7 @@ class RouterState:
                     self._worker_messages.worker_failed(request, attempt, member, message, now)
                 case messages.Prefilled():
                     pass
-        elif current := self._current(member, message.request, message.attempt, "prefill"):
+        elif current := self._manager.find_served(member, message.request, message.attempt, "prefill"):
             match message:
                 case messages.Prefilled():
                     self._worker_messages.prefilled(*current, message, now)
@@ -337,17 +276,6 @@ class RouterState:
                     self._worker_messages.worker_failed(*current, member, message, now)
                 case _:
                     pass
-
-    def _current(self, member: MemberRecord, request: str, attempt: int, role: Role) -> tuple[Request, Attempt] | None:
-        """Return the request and its attempt, if this member serves it in this role; none: drop the message."""
-        if (current := self._manager.find_attempt(request, attempt)) is None:
-            return None
-        named = current[1]
-        if role == "decode":
-            has_a_say = named.decode == member.incarnation
-        else:
-            has_a_say = named.prefill == member.incarnation and named.prefill_sent
-        return current if has_a_say else None
 
     # --- coming and going --------------------------------------------------------------------------------------------
 
@@ -418,25 +346,7 @@ class RouterState:
         self._costs.forgive(member.incarnation, now)
         loop_age = 0 if beat.step_age_ms else beat.loop_age_ms
         self._slowness.beat(member.incarnation, self._config.cluster.heartbeat_ms / 1_000, loop_age / 1_000, now)
-        listed = {AttemptName(held.request, held.attempt): held for held in beat.attempts}
-        for name in listed:
-            if name not in member.assigned:
-                self._out.send(member.incarnation, Cancel(name.request, name.attempt))
-        for name in list(member.assigned):
-            work = member.assigned.get(name)  # what one of them leads to may take others away
-            if work is None:
-                continue
-            if (held := listed.get(name)) is not None:
-                work.missing_in_heartbeat = False
-                self._attempt_listed(member, name, held, now)
-            elif work.sequence <= beat.heard:
-                # Heartbeats overtake other messages: only the second without it proves that no answer was on its way.
-                if work.missing_in_heartbeat:
-                    self._attempt_lost(member, name, now)
-                else:
-                    work.missing_in_heartbeat = True
-            elif standing:
-                self._order_unread(member, name, now, hangs=not beat.step_age_ms)
+        self._attempt_check.compare(member, beat, now, standing=standing)
         if member.busy_since is not None and member.busy_since <= beat.heard:
             member.clear_busy()
         self._rate_slowness(member, now)
@@ -461,82 +371,6 @@ class RouterState:
         member.rate_slowness(slow.delay(name, now), slow.pace(name, now), slow.slowdown(name, now))
         self._moves.move_slow_work(member, now)
 
-    def _attempt_listed(self, member: MemberRecord, name: AttemptName, held: AttemptHeld, now: float) -> None:
-        """It has the attempt: take from that what messages should have told and perhaps did not."""
-        if name.request.startswith(PIN):
-            self._pin_messages.listed(member, name, held, now)
-            return
-        if current := self._current(member, name.request, name.attempt, "decode"):
-            request, attempt = current
-            attempt.listed_incomplete = attempt.listed_incomplete + 1 if held.incomplete else 0
-            if held.incomplete:
-                if attempt.listed_incomplete >= _SIGHTINGS:
-                    pages = held.computed // self._config.pages.page_size
-                    have = messages.FetchIncomplete(
-                        name.request, name.attempt, pages, "its heartbeats say that it waits"
-                    )
-                    self._worker_messages.fetch_incomplete(request, attempt, have, now)
-                return
-            if attempt.phase is RequestPhase.PLACED:
-                attempt.listed_before_accepted += 1
-                if attempt.listed_before_accepted >= _SIGHTINGS:
-                    self._worker_messages.accepted(request, attempt, 0, now)
-                return
-            if held.computed > attempt.computed:  # it may be a long prompt that brings no token for a while
-                attempt.progressed_at = now
-            attempt.computed = held.computed
-            ahead = held.position > request.known or held.ended
-            if ahead and attempt.missing_from == request.awaited:
-                self._worker_messages.resend(request, attempt)
-            attempt.missing_from = request.awaited if ahead else None
-            return
-        current = self._current(member, name.request, name.attempt, "prefill")
-        if held.position > member.positions.get(name, 0):
-            member.positions[name] = held.position
-            if current:
-                current[1].progressed_at = now
-        if current and held.ended and not current[1].prefilled:
-            current[1].listed_ended += 1
-            if current[1].listed_ended >= _SIGHTINGS:
-                self._worker_messages.prefill_ended(*current, now)
-
-    def _attempt_lost(self, member: MemberRecord, name: AttemptName, now: float) -> None:
-        if name.request.startswith(PIN):
-            self._pin_messages.lost(member, name, now)
-            return
-        if current := self._current(member, name.request, name.attempt, "decode"):
-            self._manager.retry(current[0], f"{member.peer.name} does not have it", now)
-        elif current := self._current(member, name.request, name.attempt, "prefill"):
-            request, attempt = current
-            if not attempt.needs_prefill:  # should its pages go, the decode worker will say what it has
-                attempt.prefill = None
-                member.unassign(name)
-            else:
-                self._manager.retry(request, f"{member.peer.name} does not have it", now)
-
-    def _order_unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
-        """Its loop has stood still for cluster.heartbeat_timeout_ms and has not read this order: another worker gets
-        it.
-
-        A worker in a long step reads the order when the step ends, so its orders stay where no other worker could take
-        them. A worker is tried once for each request, so an attempt moves no more often than there are workers. Neither
-        counts against the request's attempts. `hangs`: no step runs there."""
-        if name.request.startswith(PIN):
-            self._pin_messages.unread(member, name, now)
-            return
-        if current := self._current(member, name.request, name.attempt, "decode"):
-            request, others = current[0], [each for each in self._members.schedulable("decode") if each.takes_sequences]
-        elif (current := self._current(member, name.request, name.attempt, "prefill")) and current[1].needs_prefill:
-            request, most = current[0], self._config.prefill.max_num_seqs
-            others = [each for each in self._members.schedulable("prefill") if each.free_prefill_slots(most) > 0]
-            if hangs:
-                others.append(self._members.require_live(current[1].decode))  # it computes the prompt itself if need be
-        else:
-            return
-        if any(other.incarnation not in request.history.excluded for other in others):
-            request.history.excluded.add(member.incarnation)
-            self._manager.retry(request, f"{member.peer.name} does not read: its loop stands still", now, free=True)
-
     # --- draining ----------------------------------------------------------------------------------------------------
 
     def _drain(self, order: DrainWorker, now: float) -> None:
@@ -554,41 +388,6 @@ class RouterState:
         member = self._members.named(name)
         if member is None or member.peer.role == "store":
             raise ProcessNotFound(f"no worker of the name {shown(name)!r} is live; `baton status` lists those that are")
-        return member
-
-    # --- profiles ----------------------------------------------------------------------------------------------------
-
-    def tracing(self, process: str) -> tuple[str, str]:
-        """The mark of the trace that this worker or store makes, and its node. Raises ProcessNotFound, and
-        TraceConflict when it makes none."""
-        member = self._traceable(process)
-        if not member.tracing:
-            raise TraceConflict(
-                f"{member.peer.name} makes no trace, so none can be stopped; it may have ended by itself"
-            )
-        return member.tracing, member.peer.node
-
-    def _profile(self, order: ProfileProcess) -> None:
-        member = self._traceable(order.process)
-        if (busy := self._members.tracing()) is not None:
-            name = busy.peer.name
-            raise TraceConflict(
-                f"{name} makes a trace already ({name}-{busy.tracing}.json), and a cluster makes one at a time; wait "
-                f"until it has ended, or end it with `baton profile {name} --stop`"
-            )
-        member.traces(order.mark, self._out.send(member.incarnation, StartTrace(order.mark, order.steps)))
-
-    def _stop_profile(self, process: str) -> None:
-        mark, _ = self.tracing(process)
-        self._out.send(self._traceable(process).incarnation, StopTrace(mark))
-
-    def _traceable(self, name: str) -> MemberRecord:
-        """The live worker or store of that name."""
-        member = self._members.named(name)
-        if member is None:
-            raise ProcessNotFound(
-                f"no worker or store of the name {shown(name)!r} is live; `baton status` lists those that are"
-            )
         return member
 
     # --- time --------------------------------------------------------------------------------------------------------

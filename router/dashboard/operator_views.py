@@ -23,7 +23,7 @@ from baton.timeline import Timeline
 from router.events import Cancelled, Failed, Finished
 from router.placement.types import Candidate
 from router.requests.explain import AttemptAccount, RequestRecord, reason
-from router.state import ProcessView, RouterStats
+from router.views import ProcessView, RouterStats
 
 _HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
 _MOST_SHARE = 99.0  # of a capacity. Without workers it is infinitely used, which JSON can't say.

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from router.dashboard.latency_sketch import LatencySketch
 from router.events import Finished, RequestEnded
-from router.state import RouterStats
+from router.views import RouterStats
 
 CAPACITY = 300
 """Samples; a sample is of about a second."""

@@ -20,7 +20,8 @@ from router.dashboard.samples import Sample
 from router.events import Cancelled, Failed
 from router.requests.counts import PageCounts
 from router.requests.explain import RequestRecord
-from router.state import ProcessView, RouterState, RouterStats
+from router.state import RouterState
+from router.views import ProcessView, RouterStats
 
 RECORDS = 1_000
 """Records of requests that a snapshot looks through."""

@@ -58,8 +58,9 @@ from router.frontend.served_model import ServedModel
 from router.generation_request import GenerationRequest
 from router.requests.explain import RequestRecord
 from router.requests.hops import ttft_hops
-from router.state import ProcessView, RouterState, RouterStats
+from router.state import RouterState
 from router.tracing.request_spans import RequestSpans, SpanSink
+from router.views import ProcessView, RouterStats
 
 log = logging.getLogger(__name__)
 limited = RateLimitedLog(log, RateLimit(burst=20))

@@ -41,7 +41,7 @@ from router.frontend.served_model import ServedModel
 from router.members import GONE_REASONS
 from router.not_cached import REASONS
 from router.queueing.admission import REJECTIONS
-from router.state import ProcessView, RouterStats
+from router.views import ProcessView, RouterStats
 
 _ERRORS = (
     *(InvalidRequest, ContextTooLong, InvalidGrammar, Overloaded, ObjectiveUnreachable, RateLimited, DeadlineExpired),

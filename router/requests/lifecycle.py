@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from baton.config import Config
 from baton.errors import AttemptsExhausted, BatonError, DeadlineExpired, InvalidRequest, Unavailable
-from baton.messages import MIXED, AttemptName, Cancel, Decode, ModelCard
+from baton.messages import MIXED, AttemptName, Cancel, Decode, ModelCard, WorkerRole
 from kvstore.prefix_map.prefix_map import PrefixMatch
 from router.adapters import RuntimeAdapters
 from router.events import PIN, Cancelled, Failed, Finished, RequestEnded, RequestOutcome
@@ -103,6 +103,19 @@ class RequestManager:
         if request is None or request.attempt is None or request.attempt.name.attempt != attempt:
             return None
         return request, request.attempt
+
+    def find_served(
+        self, member: MemberRecord, name: str, attempt: int, role: WorkerRole
+    ) -> tuple[Request, Attempt] | None:
+        """The same, if this member serves the attempt in this role; none: drop its message."""
+        if (current := self.find_attempt(name, attempt)) is None:
+            return None
+        named = current[1]
+        if role == "decode":
+            has_a_say = named.decode == member.incarnation
+        else:
+            has_a_say = named.prefill == member.incarnation and named.prefill_sent
+        return current if has_a_say else None
 
     def __len__(self) -> int:
         return len(self._requests)

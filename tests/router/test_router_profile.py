@@ -66,7 +66,7 @@ def test_a_stop_names_the_trace_that_is_made(lab: Lab, decode: str, prefill: str
     with pytest.raises(ProcessNotFound, match="decode-7"):
         lab.tell(StopProfile("decode-7"))
     lab.tell(ProfileProcess("decode-0", "a1", 5))
-    assert lab.state.tracing("decode-0") == ("a1", "a")
+    assert lab.state.profiles.tracing("decode-0") == ("a1", "a")
     lab.tell(StopProfile("decode-0"))
     assert lab.sent(StopTrace, decode) == [StopTrace("a1")]
     with pytest.raises(TraceConflict):  # until its file is written

@@ -98,7 +98,7 @@ from router.frontend.identity import THIS_USER, Gatekeeper, caller, note_refusal
 from router.frontend.served_model import ServedModel, tokenized
 from router.requests.explain import RequestRecord
 from router.role_changes import PATIENCE
-from router.state import ProcessView
+from router.views import ProcessView
 
 log = logging.getLogger(__name__)
 of_routers = RateLimitedLog(log)
@@ -390,7 +390,7 @@ class OperatorCalls:
         if call.stop and call.steps:
             raise InvalidRequest(f"steps is {call.steps} beside stop; ask for steps or for a stop, not for both")
         if call.stop:
-            steps, (mark, node) = 0, self._with(call.process).state.tracing(call.process)
+            steps, (mark, node) = 0, self._with(call.process).state.profiles.tracing(call.process)
             self._with(call.process).handle(events.StopProfile(call.process))
         else:
             steps, mark = call.steps or _STEPS, new_mark()
