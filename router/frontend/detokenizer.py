@@ -269,16 +269,17 @@ class Detokenizer:
         """The text that this token completes; often its own, sometimes none yet."""
         self._window.append(token)
         text = self._decode(self._window)
-        unfinished = text.endswith(LOST) or not self._new(text)
-        if not unfinished:
-            return self._give(text)
+        new = self._new(text)
+        if new and not text.endswith(LOST):
+            return self._give(text, new)
         if len(self._window) - self._known_tokens < _PATIENCE:
             return ""
-        return self._give(text, keep=_BYTES_OF_CHARACTER - 1)
+        return self._give(text, new, keep=_BYTES_OF_CHARACTER - 1)
 
     def flush(self) -> str:
         """What was held back. Bytes that never became a character stand as U+FFFD, as in the whole's decoding."""
-        return self._give(self._decode(self._window))
+        text = self._decode(self._window)
+        return self._give(text, self._new(text))
 
     def _new(self, text: str) -> str:
         """What of the window's text has not been given out."""
@@ -287,9 +288,9 @@ class Detokenizer:
             known = known[:-1]  # it stood for the beginning of a character that has been completed
         return text[len(known) :]
 
-    def _give(self, text: str, keep: int = 0) -> str:
+    def _give(self, text: str, new: str, keep: int = 0) -> str:
         """Give out what is new, but for up to `keep` U+FFFD at its end, which may be the beginning of a character."""
-        new, count = self._new(text), 0
+        count = 0
         while count < keep and new.endswith(LOST):
             new, count = new[:-1], count + 1
         # The window may begin inside no character: where its known part ended in one that is now complete, it stays.
@@ -430,9 +431,10 @@ class TextStream:
         parts: list[str] = []
         for count, token in enumerate(tokens, start=1):
             text = "" if token in self._silent else self._detokenizer.feed(token)
-            self._fed += len(text)
-            if token in self._marked:
-                self._marks.append(self._fed - self._marked[token])
+            if self._marked:
+                self._fed += len(text)
+                if token in self._marked:
+                    self._marks.append(self._fed - self._marked[token])
             safe, stopped = self._match(text, ends=self._unstoppable <= 0)
             self._unstoppable -= 1
             parts.append(self._with_marks(safe))
@@ -449,8 +451,7 @@ class TextStream:
 
     def _with_marks(self, text: str) -> str:
         """Return text that is given out, with a mark before each special token."""
-        if not self._marks:
-            self._shown_length += len(text)
+        if not self._marked:
             return text
         parts, begin = list[str](), 0
         while self._marks and (at := self._marks[0] - self._shown_length) < len(text):

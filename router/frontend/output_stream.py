@@ -70,7 +70,7 @@ class OutputStream:
         self._unread_bytes = 0
         self._end: RequestEnded | None = None
         self._stopped = False
-        self._news = asyncio.Event()
+        self._waiting: asyncio.Future[None] | None = None  # of the client's task
         self.worker = ""  # incarnation of the decode worker that the last tokens came from
         self.token_count = 0  # tokens that count as output
         self.reads = 0  # pieces that the client's task has asked for: it asks again when one is written
@@ -97,7 +97,7 @@ class OutputStream:
         self.token_count += piece.count
         self._put(piece.text, tokens[: piece.count], logprobs[: piece.count])
         self._stopped = piece.stopped
-        self._news.set()
+        self._tell()
         if self._stopped:
             return StopVerdict.STOPPED
         unread = self._unread > self._max_unread or self._unread_bytes > self._max_unread_bytes
@@ -111,7 +111,7 @@ class OutputStream:
             piece.prompt_logprobs.append(one)
             piece.size += size
             piece.prompt_size += size
-        self._news.set()
+        self._tell()
 
     def _open_piece(self) -> Output:
         if not self._pieces or self._pieces[-1].size >= _PIECE_BYTES:
@@ -125,7 +125,9 @@ class OutputStream:
         piece.text += text
         piece.tokens += tokens
         piece.logprobs += logprobs
-        size = len(text) + _TOKEN_BYTES * len(tokens) + sum(_LOGPROB_BYTES * (1 + len(one.top)) for one in logprobs)
+        size = len(text) + _TOKEN_BYTES * len(tokens)
+        if logprobs:
+            size += sum(_LOGPROB_BYTES * (1 + len(one.top)) for one in logprobs)
         piece.size += size
         self._unread += len(tokens)
         self._unread_bytes += size
@@ -141,13 +143,13 @@ class OutputStream:
         if self._stopped and not isinstance(outcome, Cancelled):
             outcome, summary = Finished("stop"), _cut(summary, self.token_count)
         self._end = RequestEnded(end.request, outcome, summary)
-        self._news.set()
+        self._tell()
 
     def wake(self) -> None:
         """Have `read` return, with an output of size 0 if nothing is new."""
         if not self._pieces and self._end is None:
             self._pieces.append(Output())
-            self._news.set()
+            self._tell()
 
     async def read(self) -> Output | RequestEnded:
         """The next piece of what is new, as soon as there is something; the end comes last."""
@@ -160,8 +162,13 @@ class OutputStream:
                 return piece
             if self._end is not None:
                 return self._end
-            self._news.clear()
-            await self._news.wait()
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+
+    def _tell(self) -> None:
+        """Have `read` look again."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def abandon(self) -> None:
         """Forget what is unread: the client does not come for it."""

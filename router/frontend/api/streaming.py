@@ -209,8 +209,8 @@ class EventStream(_GeneratedResponse):
                 else:
                     # The first chunk of an echo has all of the prompt's log-probabilities.
                     size = 0 if choice.characters else _SCORED_BYTES * len(choice.prompt_scores)
-                    work = partial(_events, builder, choice, news)
-                    for body in await self._apart(size, work) if size else work():
+                    work = map(builder.event, builder.chunks(choice, news))
+                    for body in await self._apart(size, partial(list, work)) if size else work:
                         await emit(body)
             for chunk in builder.closing():
                 await event(chunk)
@@ -222,11 +222,6 @@ class EventStream(_GeneratedResponse):
                 return
             await event(msgspec.to_builtins(builder.failed(error)))
         await send({"type": "http.response.body", "body": builder.end_of_stream, "more_body": False})
-
-
-def _events(builder: ResponseBuilder, choice: Choice, piece: Output) -> list[bytes]:
-    """Return the server-sent events of a piece of output."""
-    return [builder.event(chunk) for chunk in builder.chunks(choice, piece)]
 
 
 async def disconnected(receive: Receive) -> None:
