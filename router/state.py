@@ -16,50 +16,10 @@ from baton import messages
 from baton.clock import Tick
 from baton.config import Config
 from baton.errors import BatonError, InvalidRequest, ProcessNotFound, RequestNotFound, shown
-from baton.messages import (
-    Delta,
-    Envelope,
-    Heartbeat,
-    Hello,
-    ModelCard,
-    Peer,
-    Rejected,
-    RequestHello,
-    Role,
-    RouterHeartbeat,
-    ToRouter,
-    Welcome,
-)
 from baton.operator_api import Pin
 from baton.waits import WaitEdge
+from router import events
 from router.adapters import RuntimeAdapters, served
-from router.events import (
-    PIN,
-    AskSnapshot,
-    Cancelled,
-    CascadeDecided,
-    ClientGone,
-    DrainWorker,
-    Finished,
-    ForgetPeer,
-    KvEvents,
-    KvSnapshot,
-    LoadAdapter,
-    MessageReceived,
-    PinPrefix,
-    ProfileProcess,
-    ReloadWeights,
-    RouterCommand,
-    RouterEvent,
-    SetRole,
-    Shutdown,
-    StopMatched,
-    StopProfile,
-    Subscribe,
-    UnloadAdapter,
-    UnpinPrefix,
-    Unsubscribe,
-)
 from router.generation_request import GenerationRequest
 from router.heartbeats import AttemptCheck
 from router.members import ClusterMembership, GoneReason, MemberRecord
@@ -92,7 +52,9 @@ from router.weight_change import WeightChange
 class RouterState:
     """One router's whole knowledge."""
 
-    def __init__(self, me: Peer, config: Config, limits: ModelLimits, placer: PlacementPolicy | None = None) -> None:
+    def __init__(
+        self, me: messages.Peer, config: Config, limits: ModelLimits, placer: PlacementPolicy | None = None
+    ) -> None:
         """`placer`: the policy that places requests; that of the configuration unless told otherwise."""
         self._me = me
         self._config = config
@@ -141,53 +103,53 @@ class RouterState:
         self._weight_change = WeightChange(config, self._members, self._moves, self._pinner, self._out)
         self._next_beat = float("-inf")
 
-    def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
+    def handle(self, event: events.RouterEvent, now: float) -> list[events.RouterCommand]:
         """Take one event and return the commands, in order. Raises InvalidRequest for a GenerationRequest with a name
         in use and for an impossible DrainWorker, SetRole or ReloadWeights. Raises PinNotFound for an UnpinPrefix that
         has no pin. Raises ProcessNotFound where a ProfileProcess, DrainWorker or SetRole names no live process."""
         match event:
-            case MessageReceived(envelope=envelope):
+            case events.MessageReceived(envelope=envelope):
                 self._message_received(envelope, now)
-            case KvEvents(batch=batch):
+            case events.KvEvents(batch=batch):
                 self._prompts.note_removals(batch.events, now)
                 self._request_snapshots(self._kv_index.apply_batch(batch, now))
-            case KvSnapshot(holder=holder, part=part):
+            case events.KvSnapshot(holder=holder, part=part):
                 self._request_snapshots(self._kv_index.apply_snapshot(holder, part, now))
             case GenerationRequest():
                 self._manager.submit(event, now)
-            case PinPrefix():
+            case events.PinPrefix():
                 self._pinner.pin_prefix(event, now)
-            case UnpinPrefix():
+            case events.UnpinPrefix():
                 self._pinner.unpin_prefix(event, now)
-            case ProfileProcess():
+            case events.ProfileProcess():
                 self.profiles.start(event)
-            case StopProfile(process=process):
+            case events.StopProfile(process=process):
                 self.profiles.stop(process)
-            case DrainWorker():
+            case events.DrainWorker():
                 self._drain(event, now)
-            case LoadAdapter(name=name, path=path):
+            case events.LoadAdapter(name=name, path=path):
                 self.adapters.load(name, path)
-            case UnloadAdapter(name=name):
+            case events.UnloadAdapter(name=name):
                 self.adapters.unload(name)
-            case SetRole():
+            case events.SetRole():
                 if self._weight_change.under_way:
                     raise InvalidRequest("all workers load new weights; ask again once they serve")
                 self._role_changes.ask(event, self._worker(event.worker), now)
-            case ReloadWeights():
+            case events.ReloadWeights():
                 self._weight_change.ask(event, now)
                 self._role_changes.call_off()
-            case ClientGone(request=name, why=why):
+            case events.ClientGone(request=name, why=why):
                 self._pinner.abandon(name, why)
                 if (request := self._manager.find(name)) is not None:
-                    self._manager.end(request, Cancelled(why), now)
-            case StopMatched(request=name, completion=completion):
+                    self._manager.end(request, events.Cancelled(why), now)
+            case events.StopMatched(request=name, completion=completion):
                 if (request := self._manager.find(name)) is not None:
-                    self._manager.end(request, Finished("stop"), now, completion)
-            case CascadeDecided(request=name, choice=choice):
+                    self._manager.end(request, events.Finished("stop"), now, completion)
+            case events.CascadeDecided(request=name, choice=choice):
                 self._explanations.decided(name, choice)
             case Tick(paused=paused):
                 self._tick(paused, now)
-            case Shutdown():
+            case events.Shutdown():
                 self._manager.shut(now)
                 self._pinner.shut()
         self._role_changes.settle(now)
@@ -198,9 +160,9 @@ class RouterState:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _message_received(self, envelope: Envelope[ToRouter], now: float) -> None:
+    def _message_received(self, envelope: messages.Envelope[messages.ToRouter], now: float) -> None:
         message, sender = envelope.message, envelope.sender
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._hello(message, sender, now)
             return
         member = self._members.get(sender)
@@ -208,13 +170,13 @@ class RouterState:
             if self._is_stuck(message):  # it could not answer
                 self._members.note_stuck(sender)
             else:
-                self._out.send(sender, RequestHello())
+                self._out.send(sender, messages.RequestHello())
             return
         if envelope.addressee != self._me.incarnation:
             return
         member.heard_at = now
         match message:
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._heartbeat(member, message, now)
             case messages.WorkerDied(incarnation=incarnation, pid=pid):
                 departed = self._members.get(incarnation)
@@ -226,7 +188,7 @@ class RouterState:
             case messages.PagesPinned():
                 self._pin_messages.pinned(member, message, now)
             case messages.Prefilled() | messages.Refused() | messages.AttemptFailed() if message.request.startswith(
-                PIN
+                events.PIN
             ):
                 self._pin_messages.answer(member, message, now)
             case messages.Tokens(deltas=deltas):
@@ -279,7 +241,7 @@ class RouterState:
 
     # --- coming and going --------------------------------------------------------------------------------------------
 
-    def _hello(self, hello: Hello, sender: str, now: float) -> None:
+    def _hello(self, hello: messages.Hello, sender: str, now: float) -> None:
         peer = hello.peer
         if peer.incarnation != sender:
             self._out.log(f"{sender} says Hello as {peer.incarnation}: dropped", warning=True, kind="hello")
@@ -291,14 +253,14 @@ class RouterState:
             self._out.log(f"rejected {peer.name}: {error}", warning=True, kind="rejected")
             if member is not None:
                 self._gone(member, "rejected", now)
-            self._out.send(sender, Rejected(error.reason, str(error)))
+            self._out.send(sender, messages.Rejected(error.reason, str(error)))
             return
         if (predecessor := self._members.named(peer.name)) is not None and predecessor.incarnation != sender:
             self._gone(predecessor, "replaced", now)
         new = member is None
         member = self._members.join(hello, now)
         cluster = self._config.cluster
-        self._out.send(sender, Welcome(self._me, cluster.heartbeat_ms, cluster.heartbeat_timeout_ms))
+        self._out.send(sender, messages.Welcome(self._me, cluster.heartbeat_ms, cluster.heartbeat_timeout_ms))
         self.adapters.greeted(member, new=new)
         if new:
             if hello.model is not None:
@@ -308,7 +270,7 @@ class RouterState:
             text = f"{peer.name} joins as a {what} on node {peer.node}, pid {peer.pid}, incarnation {sender}"
             self._out.log(text, kind="joins")
             if hello.events:
-                self._out.put(Subscribe(sender, hello.events, hello.replay))
+                self._out.put(events.Subscribe(sender, hello.events, hello.replay))
                 self._request_snapshots(self._kv_index.follow(sender, now))
 
     def _gone(self, member: MemberRecord, why: GoneReason, now: float) -> None:
@@ -319,18 +281,18 @@ class RouterState:
         self._costs.forget(member.incarnation)
         self._slowness.forget(member.incarnation)
         if member.hello.events:
-            self._out.put(Unsubscribe(member.incarnation))
+            self._out.put(events.Unsubscribe(member.incarnation))
         self._pinner.member_gone(member, now)
         self._manager.member_gone(member, now)
 
-    def _is_stuck(self, message: ToRouter) -> bool:
-        if not isinstance(message, Heartbeat):
+    def _is_stuck(self, message: messages.ToRouter) -> bool:
+        if not isinstance(message, messages.Heartbeat):
             return False
         return max(message.step_age_ms, message.loop_age_ms) > self._config.cluster.step_timeout_ms
 
     # --- heartbeats --------------------------------------------------------------------------------------------------
 
-    def _heartbeat(self, member: MemberRecord, beat: Heartbeat, now: float) -> None:
+    def _heartbeat(self, member: MemberRecord, beat: messages.Heartbeat, now: float) -> None:
         """Compare what it has with what it should have, and repair the difference."""
         member.reports_trace(beat.tracing, beat.heard)
         standing = max(beat.step_age_ms, beat.loop_age_ms) > self._config.cluster.heartbeat_timeout_ms
@@ -353,7 +315,7 @@ class RouterState:
         if member.peer.role == "prefill":
             self._moves.move_prompts(member, now)
 
-    def _time_tokens(self, member: MemberRecord, deltas: Sequence[Delta], now: float) -> None:
+    def _time_tokens(self, member: MemberRecord, deltas: Sequence[messages.Delta], now: float) -> None:
         """Compare the time since the last tokens with that of a step. A step that computes prompts as well tells
         nothing."""
         if member.peer.role != "decode":
@@ -373,7 +335,7 @@ class RouterState:
 
     # --- draining ----------------------------------------------------------------------------------------------------
 
-    def _drain(self, order: DrainWorker, now: float) -> None:
+    def _drain(self, order: events.DrainWorker, now: float) -> None:
         member = self._worker(order.worker)
         others = [other for other in self._members.schedulable("decode") if other is not member]
         if order.at_once and not order.undo and member.peer.role == "decode" and not others:
@@ -413,13 +375,13 @@ class RouterState:
         if now >= self._next_beat:
             self._next_beat = now + self._config.cluster.heartbeat_ms / 1_000
             for member in self._members:
-                self._out.send(member.incarnation, RouterHeartbeat(tuple(member.assigned)))
+                self._out.send(member.incarnation, messages.RouterHeartbeat(tuple(member.assigned)))
             for incarnation in self._members.forgettable():
-                self._out.put(ForgetPeer(incarnation))
+                self._out.put(events.ForgetPeer(incarnation))
 
     def _request_snapshots(self, holders: list[str]) -> None:
         for holder in holders:
-            self._out.put(AskSnapshot(holder))
+            self._out.put(events.AskSnapshot(holder))
 
     # --- what others read --------------------------------------------------------------------------------------------
 
@@ -429,7 +391,7 @@ class RouterState:
         return served(self._config.model, self._members.adapters)
 
     @property
-    def card(self) -> ModelCard | None:
+    def card(self) -> messages.ModelCard | None:
         """The served model as its workers know it; none before the first has joined."""
         return self._members.card
 
@@ -504,7 +466,7 @@ class RouterState:
 
     def stats(self) -> RouterStats:
         counts, queue = self._counts, self._admission.queue
-        roles: tuple[Role, ...] = ("prefill", "decode", "store")
+        roles: tuple[messages.Role, ...] = ("prefill", "decode", "store")
         return RouterStats(
             queued=len(queue),
             running=len(self._manager) - len(queue),

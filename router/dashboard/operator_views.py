@@ -6,19 +6,7 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from baton.operator_api import (
-    Bottleneck,
-    CostTerms,
-    Counts,
-    ExplainedAttempt,
-    ExplainedCandidate,
-    Explanation,
-    NotCached,
-    Outlook,
-    Process,
-    RequestState,
-    RequestSummary,
-)
+from baton import operator_api as api
 from baton.timeline import Timeline
 from router.events import Cancelled, Failed, Finished
 from router.placement.types import Candidate
@@ -30,8 +18,8 @@ _MOST_SHARE = 99.0  # of a capacity. Without workers it is infinitely used, whic
 _MOST_SECONDS = 1e9  # of a predicted cost, for the same reason
 
 
-def process(view: ProcessView) -> Process:
-    return Process(
+def process(view: ProcessView) -> api.Process:
+    return api.Process(
         name=view.peer.name,
         role=view.peer.role,
         node=view.peer.node,
@@ -50,18 +38,18 @@ def process(view: ProcessView) -> Process:
     )
 
 
-def bottleneck(stats: RouterStats) -> Bottleneck | None:
+def bottleneck(stats: RouterStats) -> api.Bottleneck | None:
     now, advice = stats.utilization, stats.advice
     if now is None:
         return None
     prefill, decode = _share(now.prefill), _share(now.decode)
     if advice is None:
-        return Bottleneck(prefill, decode)
-    return Bottleneck(prefill, decode, advice.role, _share(advice.then.prefill), _share(advice.then.decode))
+        return api.Bottleneck(prefill, decode)
+    return api.Bottleneck(prefill, decode, advice.role, _share(advice.then.prefill), _share(advice.then.decode))
 
 
-def counts(stats: RouterStats) -> Counts:
-    return Counts(
+def counts(stats: RouterStats) -> api.Counts:
+    return api.Counts(
         queued=stats.queued,
         running=stats.running,
         finished=sum(stats.finished.values()),
@@ -76,11 +64,11 @@ def counts(stats: RouterStats) -> Counts:
     )
 
 
-def request_summary(record: RequestRecord, now: float) -> RequestSummary:
+def request_summary(record: RequestRecord, now: float) -> api.RequestSummary:
     line, usage = record.timeline, record.account.usage
     last = record.attempts[-1] if record.attempts else None
     state, outcome = _course(record)
-    return RequestSummary(
+    return api.RequestSummary(
         request_id=record.request_id,
         name=record.name,
         state=state,
@@ -104,10 +92,10 @@ def request_summary(record: RequestRecord, now: float) -> RequestSummary:
     )
 
 
-def _not_cached(record: RequestRecord) -> NotCached | None:
+def _not_cached(record: RequestRecord) -> api.NotCached | None:
     if (why := record.account.not_cached) is None:
         return None
-    return NotCached(
+    return api.NotCached(
         reason=why.reason,
         page=why.page,
         token=why.token,
@@ -118,9 +106,9 @@ def _not_cached(record: RequestRecord) -> NotCached | None:
     )
 
 
-def explanation(record: RequestRecord, now: float) -> Explanation:
+def explanation(record: RequestRecord, now: float) -> api.Explanation:
     candidates, omitted = record.candidates()
-    return Explanation(
+    return api.Explanation(
         request=request_summary(record, now),
         attempts=[_attempt(record, account) for account in record.attempts],
         attempts_omitted=record.attempts_begun - len(record.attempts),
@@ -129,27 +117,27 @@ def explanation(record: RequestRecord, now: float) -> Explanation:
     )
 
 
-def _attempt(record: RequestRecord, account: AttemptAccount) -> ExplainedAttempt:
+def _attempt(record: RequestRecord, account: AttemptAccount) -> api.ExplainedAttempt:
     candidates, omitted = account.candidates()
     line, first, placed = account.timeline, account.first_token, account.timeline.placed
     own = {
         "first_token": None if first is None else first - line.received,
         "ended": None if account.ended is None else account.ended - line.received,
     }
-    return ExplainedAttempt(
+    return api.ExplainedAttempt(
         number=account.number,
         decode_worker=account.decode,
         prefill_worker=account.prefill,
         why=reason(account, candidates),
         candidates=[_candidate(one, chosen=account.chose(one)) for one in candidates],
         candidates_omitted=omitted,
-        predicted=Outlook(
+        predicted=api.Outlook(
             cached_tokens=account.cached,
             ttft_ms=ms(account.predicted_ttft),
             tpot_ms=ms(account.placement.tpot or None),
             start_ms=ms(account.placement.predicted.total),
         ),
-        actual=Outlook(
+        actual=api.Outlook(
             cached_tokens=account.actually_cached,
             ttft_ms=None if first is None or account.resumes else (first - line.received) * 1_000,
             tpot_ms=ms(line.tpot(record.account.usage.completion)) if not account.resumes else None,
@@ -171,20 +159,20 @@ def hops(line: Timeline, own: dict[str, float | None] | None = None) -> dict[str
     return {hop: after * 1_000 for hop, after in seconds.items() if after is not None}
 
 
-def _candidate(candidate: Candidate, *, chosen: bool) -> ExplainedCandidate:
+def _candidate(candidate: Candidate, *, chosen: bool) -> api.ExplainedCandidate:
     cost = candidate.predicted
     terms = (cost.total, cost.queue, cost.load, cost.compute, cost.transfer, cost.wait, cost.step, cost.delay)
-    return ExplainedCandidate(
+    return api.ExplainedCandidate(
         decode_worker=candidate.decode,
         prefill_worker=candidate.prefill,
         chosen=chosen,
         infeasible=candidate.why_not,
         cached_tokens=candidate.cached,
-        cost=CostTerms(*(min(term, _MOST_SECONDS) * 1_000 for term in terms)),
+        cost=api.CostTerms(*(min(term, _MOST_SECONDS) * 1_000 for term in terms)),
     )
 
 
-def _course(record: RequestRecord) -> tuple[RequestState, str]:
+def _course(record: RequestRecord) -> tuple[api.RequestState, str]:
     """Return a request's state, and why it ended."""
     match record.outcome:
         case Finished(reason=reason):

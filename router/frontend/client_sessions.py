@@ -26,31 +26,8 @@ from baton.operator_api import CascadeReason, NewPin
 from baton.samples import Labels
 from baton.timeline import Timeline
 from kvstore.keys import system_fingerprint
+from router import events
 from router.dashboard.monitor import DashboardMonitor
-from router.events import (
-    PIN,
-    AskSnapshot,
-    Cancelled,
-    ClientGone,
-    Emit,
-    Failed,
-    Finished,
-    ForgetPeer,
-    LoadAdapter,
-    Log,
-    PinAnswered,
-    PinPrefix,
-    RequestEnded,
-    RouterCommand,
-    RouterEvent,
-    SendMessage,
-    Shutdown,
-    StopMatched,
-    Subscribe,
-    Summary,
-    UnloadAdapter,
-    Unsubscribe,
-)
 from router.frontend.detokenizer import TextStream
 from router.frontend.metric_samples import EngineLoad, VllmMetrics, heartbeat_age, metric_samples
 from router.frontend.output_stream import OutputStream, StopVerdict
@@ -115,7 +92,7 @@ class RouterDriver:
         self._sockets = wire
         self._clock = clock
         self._streams: dict[str, OutputStream] = {}
-        self._pinning: dict[str, asyncio.Future[NewPin | Failed | Cancelled]] = {}
+        self._pinning: dict[str, asyncio.Future[NewPin | events.Failed | events.Cancelled]] = {}
         self._last_token: dict[str, float] = {}
         self._max_tokens: dict[str, int | None] = {}
         self._held: dict[str, GenerationRequest] = {}  # that have not begun, by name
@@ -134,7 +111,7 @@ class RouterDriver:
         self._handoff_bytes = 0
         self._card: ModelCard | None = None  # of the workers that were live last
         self._numbered = 0
-        self._events: deque[RouterEvent] = deque()
+        self._events: deque[events.RouterEvent] = deque()
         self._handling = False
 
     # --- clients -----------------------------------------------------------------------------------------------------
@@ -175,10 +152,10 @@ class RouterDriver:
     def abandon(self, stream: OutputStream, why: str = "the client went away") -> None:
         """The client has gone before the end, or needs no more of it."""
         if (request := self._held.get(stream.name)) is None:
-            self.handle(ClientGone(stream.name, why))
+            self.handle(events.ClientGone(stream.name, why))
             return
-        summary = Summary(Timeline(received=request.received), request.received)
-        self._end_held(RequestEnded(request.name, Cancelled(why), summary))
+        summary = events.Summary(Timeline(received=request.received), request.received)
+        self._end_held(events.RequestEnded(request.name, events.Cancelled(why), summary))
 
     def _hold(self, requests: Sequence[GenerationRequest]) -> None:
         """Begin with requests as the queue has room for them."""
@@ -207,27 +184,27 @@ class RouterDriver:
         else:
             self._begin_held()
 
-    async def pin_prefix(self, order: PinPrefix) -> NewPin:
+    async def pin_prefix(self, order: events.PinPrefix) -> NewPin:
         """Have a prefix computed and pinned, under a name that is made here. Raises BatonError. A caller that stops
         waiting cancels the pin."""
-        name = f"{PIN}{self._number()}"
+        name = f"{events.PIN}{self._number()}"
         answer = self._pinning[name] = asyncio.get_running_loop().create_future()
         try:
             self.handle(replace(order, name=name))
             outcome = await answer
         finally:
             if self._pinning.pop(name, None) is not None:
-                self.handle(ClientGone(name))
-        if isinstance(outcome, Failed):
+                self.handle(events.ClientGone(name))
+        if isinstance(outcome, events.Failed):
             raise outcome.error
-        if isinstance(outcome, Cancelled):
+        if isinstance(outcome, events.Cancelled):
             raise RequestCancelled(outcome.why)
         return outcome
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Have all workers load a LoRA adapter, and wait until they have. Raises BatonError. A caller that stops
         waiting has it unloaded."""
-        self.handle(LoadAdapter(name, path))
+        self.handle(events.LoadAdapter(name, path))
         try:
             while not self.state.adapters.is_loaded(name):  # noqa: ASYNC110 it is loaded by other processes
                 await asyncio.sleep(_ADAPTER_LOOK)
@@ -238,7 +215,7 @@ class RouterDriver:
 
     def unload_adapter(self, name: str) -> None:
         """Have all workers unload a LoRA adapter. Raises InvalidRequest and ModelMismatch."""
-        self.handle(UnloadAdapter(name))
+        self.handle(events.UnloadAdapter(name))
         self._follow_adapters()
 
     def _follow_adapters(self) -> None:
@@ -265,7 +242,7 @@ class RouterDriver:
 
     def stop(self) -> None:
         """End every stream with Unavailable. Its client may ask the router that comes after this one."""
-        self.handle(Shutdown())
+        self.handle(events.Shutdown())
         while self._due:
             if (request := self._held.pop(self._due.popleft(), None)) is not None:
                 self.handle(request)  # is refused
@@ -277,7 +254,7 @@ class RouterDriver:
 
     # --- the state ---------------------------------------------------------------------------------------------------
 
-    def handle(self, event: RouterEvent) -> None:
+    def handle(self, event: events.RouterEvent) -> None:
         """Tell the state, and do what it says. What comes of that is handled after it."""
         self._events.append(event)
         if self._handling:
@@ -292,30 +269,30 @@ class RouterDriver:
         if self._due:
             self._begin_held()
 
-    def _carry_out(self, command: RouterCommand) -> None:
+    def _carry_out(self, command: events.RouterCommand) -> None:
         match command:
-            case SendMessage(incarnation=incarnation, message=message):
+            case events.SendMessage(incarnation=incarnation, message=message):
                 self._sockets.send(incarnation, message)
-            case Emit():
+            case events.Emit():
                 self._emit(command)
-            case RequestEnded():
+            case events.RequestEnded():
                 self._end(command)
-            case PinAnswered(name=name, outcome=outcome):
+            case events.PinAnswered(name=name, outcome=outcome):
                 if (answer := self._pinning.pop(name, None)) is not None and not answer.done():
                     answer.set_result(outcome)
-            case Log() as note:
+            case events.Log() as note:
                 _write(note)
                 self.monitor.logged(note, self._clock.now())
-            case ForgetPeer(incarnation=incarnation):
+            case events.ForgetPeer(incarnation=incarnation):
                 self._sockets.forget(incarnation)
-            case Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
+            case events.Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
                 self._sockets.subscribe(incarnation, endpoint, replay)
-            case AskSnapshot(incarnation=incarnation):
+            case events.AskSnapshot(incarnation=incarnation):
                 self._sockets.ask(incarnation)
-            case Unsubscribe(incarnation=incarnation):
+            case events.Unsubscribe(incarnation=incarnation):
                 self._sockets.unsubscribe(incarnation)
 
-    def _emit(self, command: Emit) -> None:
+    def _emit(self, command: events.Emit) -> None:
         name, now = command.request, self._clock.now()
         if (stream := self._streams.get(name)) is None:
             return
@@ -334,13 +311,13 @@ class RouterDriver:
         self._last_token[name] = now
         match stream.emit(command.tokens, command.logprobs):
             case StopVerdict.STOPPED:
-                self._events.append(StopMatched(name, stream.token_count))
+                self._events.append(events.StopMatched(name, stream.token_count))
             case StopVerdict.UNREAD:
-                self._events.append(ClientGone(name, "the client does not read its tokens"))
+                self._events.append(events.ClientGone(name, "the client does not read its tokens"))
             case StopVerdict.GOES_ON:
                 pass
 
-    def _end(self, end: RequestEnded) -> None:
+    def _end(self, end: events.RequestEnded) -> None:
         stream = self._streams.pop(end.request, None)
         self._last_token.pop(end.request, None)
         if stream is not None:
@@ -353,7 +330,7 @@ class RouterDriver:
         self.monitor.ended(end)
         self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
 
-    def _end_held(self, end: RequestEnded) -> None:
+    def _end_held(self, end: events.RequestEnded) -> None:
         """End a request that has not begun, unless it has ended, and those that follow it."""
         if self._held.pop(end.request, None) is None:
             return
@@ -404,14 +381,14 @@ class RouterDriver:
             }
         )
 
-    def _observe(self, end: RequestEnded) -> None:
+    def _observe(self, end: events.RequestEnded) -> None:
         line, usage = end.summary.timeline, end.summary.usage
         spans = {
             "request_queue_time_seconds": line.between("received", "placed"),
             "request_prefill_time_seconds": line.between("placed", "started"),
             "time_to_first_token_seconds": line.ttft,
         }
-        if isinstance(end.outcome, Finished):
+        if isinstance(end.outcome, events.Finished):
             spans["request_decode_time_seconds"] = line.between("first_token", "ended")
             spans["request_time_per_output_token_seconds"] = line.tpot(usage.completion)
             spans["e2e_request_latency_seconds"] = line.between("received", "ended")
@@ -433,7 +410,7 @@ def _engine_load(stats: RouterStats, views: Sequence[ProcessView]) -> EngineLoad
     return EngineLoad(stats.running, stats.queued, free, total, stats.running_adapters, stats.waiting_adapters)
 
 
-def _write(note: Log) -> None:
+def _write(note: events.Log) -> None:
     level = logging.DEBUG if note.detail else logging.WARNING if note.warning else logging.INFO
     if note.kind:
         limited.log(level, note.kind, f"request={note.request} {note.text}" if note.request else note.text)

@@ -29,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from baton import operator_api as api
 from baton import operator_port
 from baton.checkpoint_files import canonical, read_object
 from baton.client import AsyncClient
@@ -52,32 +53,6 @@ from baton.futures import looked_at
 from baton.hosts import host_of_header, names_this_machine
 from baton.logs import RateLimitedLog
 from baton.operator_address import Loopback, parse_operator, router_names
-from baton.operator_api import (
-    CALLS,
-    ONE_ROUTER,
-    Bottleneck,
-    Counts,
-    Drain,
-    Explain,
-    GetHealth,
-    GetHistory,
-    GetSnapshot,
-    GetStatus,
-    ListAdapters,
-    ListPins,
-    ListRequests,
-    LoadAdapter,
-    LoraAdapter,
-    OperatorCall,
-    PinPrefix,
-    Profile,
-    ReloadWeights,
-    SetRole,
-    Status,
-    TraceFile,
-    UnloadAdapter,
-    Unpin,
-)
 from baton.ports import FixedPort
 from baton.trace import new_mark, trace_path
 from kvstore.keys import pack_tokens
@@ -159,16 +134,16 @@ class OperatorServer:
         return Starlette(
             routes=[
                 Route(path, partial(self._answer, kind, gate), methods=[method])
-                for kind, (method, path, _) in CALLS.items()
+                for kind, (method, path, _) in api.CALLS.items()
             ],
             exception_handlers={HTTPException: _no_route},
         )
 
-    async def _answer(self, kind: type[OperatorCall[Any]], gate: Gatekeeper | None, request: Request) -> Response:
+    async def _answer(self, kind: type[api.OperatorCall[Any]], gate: Gatekeeper | None, request: Request) -> Response:
         try:
             with _admitted(request, gate):
                 call = await self._read(kind, request)
-                work = self._calls.answer(call, alone=ONE_ROUTER in request.headers)
+                work = self._calls.answer(call, alone=api.ONE_ROUTER in request.headers)
                 return json_response(await self._in_time(call, work, request))
         except BatonError as error:
             return error_response(error)
@@ -176,7 +151,9 @@ class OperatorServer:
             log.exception("failed in the router")
             return error_response(BatonError("internal error; the router's log says more"))
 
-    async def _read(self, kind: type[OperatorCall[Any]], request: Request) -> OperatorCall[Any] | events.PinPrefix:
+    async def _read(
+        self, kind: type[api.OperatorCall[Any]], request: Request
+    ) -> api.OperatorCall[Any] | events.PinPrefix:
         if request.method == "POST":
             request.state.repairs = Repairs(setting=False)
             return await self._bodies.read(
@@ -189,12 +166,12 @@ class OperatorServer:
                 f"the query of {request.url.path} is not as it must be: {shown(str(error), 300)}"
             ) from None
 
-    async def _in_time(self, call: OperatorCall[Any] | events.PinPrefix, work: Awaitable[A], request: Request) -> A:
+    async def _in_time(self, call: api.OperatorCall[Any] | events.PinPrefix, work: Awaitable[A], request: Request) -> A:
         """Do the work of a call. It is cancelled once its time is up, or its client has closed the connection."""
         seconds = _SECONDS
         if isinstance(call, events.PinPrefix):
             seconds += (call.deadline or 0.0) - self._clock.now()
-        elif isinstance(call, LoadAdapter):
+        elif isinstance(call, api.LoadAdapter):
             seconds = ADAPTER_SECONDS
         working = asyncio.ensure_future(work)
         working.add_done_callback(looked_at)
@@ -240,7 +217,7 @@ def _check_no_page(request: Request) -> None:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    known = ", ".join(f"{method} {path}" for method, path, _ in CALLS.values())
+    known = ", ".join(f"{method} {path}" for method, path, _ in api.CALLS.values())
     response = error_response(
         InvalidRequest(f"there is no call {request.method} {shown(request.url.path)}; there are {known}")
     )
@@ -263,7 +240,7 @@ class OperatorCalls:
         self._drivers, self._clock, self._others, self._snapshots = drivers, clock, others, snapshots
         self._driver = drivers[0]
 
-    def serving(self, call: OperatorCall[Any] | events.PinPrefix) -> RouterDriver:
+    def serving(self, call: api.OperatorCall[Any] | events.PinPrefix) -> RouterDriver:
         """Return the driver of the model that a call names; where it names none, the first. Raises ModelMismatch."""
         if not (name := getattr(call, "model", "")):
             return self._driver
@@ -272,56 +249,56 @@ class OperatorCalls:
         known = ", ".join(repr(each.model.name) for each in self._drivers)
         raise ModelMismatch(f"no workers are of a model {shown(repr(name))}; there are those of {known}")
 
-    async def answer_of(self, router: str, call: OperatorCall[A]) -> A:
+    async def answer_of(self, router: str, call: api.OperatorCall[A]) -> A:
         """Return the answer of the router of that name alone; "": of this one. Raises BatonError."""
         if router in ("", self._driver.me.name):
             return await self.answer(call, alone=True)
         return await self._others.ask(router, call)
 
-    async def answer(self, call: OperatorCall[Any] | events.PinPrefix, *, alone: bool) -> Any:
+    async def answer(self, call: api.OperatorCall[Any] | events.PinPrefix, *, alone: bool) -> Any:
         """Return the answer for all routers, or for this one `alone`. `checked` has looked at the call. Raises
         BatonError."""
         states, now = [each.state for each in self._drivers], self._clock.now()
         ask = _ask_none if alone else self._others.ask_all
         match call:
-            case GetHealth():
+            case api.GetHealth():
                 reasons = [each.unready for each in self._drivers]
                 return "" if None in reasons else reasons[0]
-            case GetStatus():
+            case api.GetStatus():
                 return reduce(joined, await ask(call), self._status())
-            case ListRequests():
+            case api.ListRequests():
                 count = call.last or _LISTED
                 records = chain.from_iterable(state.recent(count, None, call.session) for state in states)
                 mine = [views.request_summary(record, now) for record in records]
                 every = chain(mine, *await ask(call))
                 return sorted(every, key=lambda request: request.age_ms)[:count]
-            case Explain():
+            case api.Explain():
                 return await self._explain(call, ask)
-            case GetSnapshot():
+            case api.GetSnapshot():
                 return Raw(self._snapshots[self._drivers.index(self.serving(call))]())
-            case GetHistory():
+            case api.GetHistory():
                 return self.serving(call).monitor.history()
-            case Profile():
+            case api.Profile():
                 return self._profile(call)
-            case Drain():
+            case api.Drain():
                 self._with(call.worker).handle(events.DrainWorker(call.worker, call.now, call.undo))
                 worker = views.process(self._view(call.worker))
                 attempts = sum(other.attempts for other in await ask(call))
                 return structs.replace(worker, attempts=worker.attempts + attempts)
-            case SetRole():
+            case api.SetRole():
                 patience = PATIENCE if call.patience_ms is None else call.patience_ms / 1_000
                 self._with(call.worker).handle(events.SetRole(call.worker, call.role, patience))
                 return views.process(self._view(call.worker))
-            case ReloadWeights():
+            case api.ReloadWeights():
                 await ask(call)
                 patience = PATIENCE if call.patience_ms is None else call.patience_ms / 1_000
                 self.serving(call).handle(events.ReloadWeights(call.path, patience))
                 return None
             case events.PinPrefix():
                 return await self.serving(call).pin_prefix(call)
-            case Unpin():
+            case api.Unpin():
                 return await self._unpin(call, ask)
-            case LoadAdapter():
+            case api.LoadAdapter():
                 if call.load_inplace:
                     raise UnsupportedField("load_inplace is true; unload the adapter, and load it under a new name")
                 driver = self.serving(call)
@@ -329,27 +306,27 @@ class OperatorCalls:
                 if other := next(further, None):
                     raise InvalidRequest(f"{shown(repr(call.lora_name))} is a name of the model {other.model.name!r}")
                 return await driver.load_adapter(call.lora_name, call.lora_path)
-            case UnloadAdapter():
+            case api.UnloadAdapter():
                 having = (one for one in self._drivers if call.lora_name in one.state.served_adapters)
                 return next(having, self._driver).unload_adapter(call.lora_name)
-            case ListAdapters():
+            case api.ListAdapters():
                 served = chain.from_iterable(state.served_adapters.items() for state in states)
-                return [LoraAdapter(name, path) for name, path in sorted(served)]
-            case ListPins():
+                return [api.LoraAdapter(name, path) for name, path in sorted(served)]
+            case api.ListPins():
                 every = chain(*(state.pins(None, now) for state in states), *await ask(call))
                 return sorted(every, key=lambda pin: (pin.id, pin.tenant))
             case _:
                 raise AssertionError(f"no call is {call}")
 
-    def _status(self) -> Status:
+    def _status(self) -> api.Status:
         """Return this router's status: of all models, the processes and counts together."""
         first, *further = map(self._status_of, self._drivers)
         return reduce(_with_model, further, first)
 
-    def _status_of(self, driver: RouterDriver) -> Status:
+    def _status_of(self, driver: RouterDriver) -> api.Status:
         me, others = driver.processes()
         card, stats = driver.state.card, driver.state.stats()
-        return Status(
+        return api.Status(
             processes=[
                 structs.replace(views.process(me), heartbeat_age_ms=None),
                 *(structs.replace(views.process(each), model=driver.model.name) for each in others),
@@ -362,7 +339,7 @@ class OperatorCalls:
             bottleneck=views.bottleneck(stats),
         )
 
-    async def _explain(self, call: Explain, ask: Callable[..., Any]) -> Any:
+    async def _explain(self, call: api.Explain, ask: Callable[..., Any]) -> Any:
         if not call.request_id:
             raise InvalidRequest("no request is named")
         try:
@@ -386,7 +363,7 @@ class OperatorCalls:
                 return max(matches, key=lambda each: each[:2])[2]
         return self._driver.state.explain(name, None)  # raises
 
-    def _profile(self, call: Profile) -> TraceFile:
+    def _profile(self, call: api.Profile) -> api.TraceFile:
         if call.stop and call.steps:
             raise InvalidRequest(f"steps is {call.steps} beside stop; ask for steps or for a stop, not for both")
         if call.stop:
@@ -397,9 +374,9 @@ class OperatorCalls:
             self._with(call.process).handle(events.ProfileProcess(call.process, mark, steps))
             node = self._view(call.process).peer.node
         path = trace_path(self._driver.config.cluster.traces, call.process, mark)
-        return TraceFile(str(path), node, steps)
+        return api.TraceFile(str(path), node, steps)
 
-    async def _unpin(self, call: Unpin, ask: Callable[..., Any]) -> None:
+    async def _unpin(self, call: api.Unpin, ask: Callable[..., Any]) -> None:
         missing: list[PinNotFound] = []
         elsewhere = await ask(call)
         for driver in self._drivers:
@@ -427,11 +404,11 @@ async def _ask_none(call: object) -> list[Any]:
     return []
 
 
-def checked(call: OperatorCall[Any], model: ServedModel, now: float) -> OperatorCall[Any] | events.PinPrefix:
+def checked(call: api.OperatorCall[Any], model: ServedModel, now: float) -> api.OperatorCall[Any] | events.PinPrefix:
     """Return a call as it is carried out. Raises ModelMismatch or InvalidRequest, naming the field and its value."""
-    if isinstance(call, ReloadWeights):
+    if isinstance(call, api.ReloadWeights):
         check_reload(Path(call.path), model)
-    if not isinstance(call, PinPrefix):
+    if not isinstance(call, api.PinPrefix):
         return call
     model.check(call.model)
     ttl_ms = _DEFAULT_TTL_MS if call.ttl_ms is None else call.ttl_ms
@@ -465,11 +442,11 @@ def check_reload(path: Path, model: ServedModel) -> None:
         )
 
 
-def _prompt(call: PinPrefix, model: ServedModel) -> Sequence[int]:
+def _prompt(call: api.PinPrefix, model: ServedModel) -> Sequence[int]:
     match call:
-        case PinPrefix(text=str(text), token_ids=None):
+        case api.PinPrefix(text=str(text), token_ids=None):
             tokens = tokenized([text], model)[0]
-        case PinPrefix(text=None, token_ids=list(tokens)):
+        case api.PinPrefix(text=None, token_ids=list(tokens)):
             pass
         case _:
             raise InvalidRequest("the call has no prompt, or two; set text or token_ids")
@@ -491,7 +468,7 @@ class OtherRouters:
         """Their operator's addresses, as they are now: a socket moves if its folder is removed."""
         return [*map(self._target, self.names)]
 
-    async def ask_all(self, call: OperatorCall[A]) -> list[A]:
+    async def ask_all(self, call: api.OperatorCall[A]) -> list[A]:
         """Return the answers of those that have one."""
         answers = await asyncio.gather(*(self.ask(name, call) for name in self.names), return_exceptions=True)
         replies: list[A] = []
@@ -504,7 +481,7 @@ class OtherRouters:
                 raise answer
         return replies
 
-    async def ask(self, name: str, call: OperatorCall[A]) -> A:
+    async def ask(self, name: str, call: api.OperatorCall[A]) -> A:
         """Return one router's own answer. Raises BatonError."""
         if name not in self.names:
             raise RequestNotFound(f"there is no router {name!r} here; the others are {self.names}")
@@ -515,14 +492,14 @@ class OtherRouters:
         return operator_port.target_of(self._config.router.operator, self._config.cluster.name, name)
 
 
-def _with_model(first: Status, further: Status) -> Status:
+def _with_model(first: api.Status, further: api.Status) -> api.Status:
     """Return a router's status with another model's processes and requests added."""
     counts = structs.asdict(further.counts)
     sums = {name: count + counts[name] for name, count in structs.asdict(first.counts).items()}
-    return structs.replace(first, processes=[*first.processes, *further.processes[1:]], counts=Counts(**sums))
+    return structs.replace(first, processes=[*first.processes, *further.processes[1:]], counts=api.Counts(**sums))
 
 
-def joined(mine: Status, other: Status) -> Status:
+def joined(mine: api.Status, other: api.Status) -> api.Status:
     """Return a status with another router's added: that router itself, its requests, its attempts on each worker."""
     first, *rest = mine.processes
     attempts = {process.incarnation: process.attempts for process in other.processes[1:]}
@@ -531,6 +508,6 @@ def joined(mine: Status, other: Status) -> Status:
     use, more = mine.bottleneck, other.bottleneck
     if use and more:
         # Each tells the use that its own requests make. What one worker more would do can't be added.
-        use = Bottleneck(use.prefill + more.prefill, use.decode + more.decode)
+        use = api.Bottleneck(use.prefill + more.prefill, use.decode + more.decode)
     processes = [first, other.processes[0], *rest]
-    return structs.replace(mine, processes=processes, counts=Counts(**sums), bottleneck=use)
+    return structs.replace(mine, processes=processes, counts=api.Counts(**sums), bottleneck=use)
