@@ -217,9 +217,7 @@ class Metrics(Collector):
         with self._lock:
             if name not in self._families:
                 self._families[name] = Histogram(
-                    *(f"baton_{name}", spec.help, spec.labels),
-                    registry=self.registry,
-                    buckets=_BUCKETS[spec.kind],
+                    *(f"baton_{name}", spec.help, spec.labels), registry=self.registry, buckets=_BUCKETS[spec.kind]
                 )
             family = self._families[name]
             return self._histograms.setdefault((name, labels), family.labels(*labels) if labels else family)

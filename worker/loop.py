@@ -117,14 +117,7 @@ class WorkerLoop:
     """One incarnation of a worker process, but for its decisions."""
 
     def __init__(
-        self,
-        config: Config,
-        role: WorkerRole,
-        name: str,
-        node: str,
-        routers: Sequence[str],
-        host: str,
-        runner: Runner,
+        self, config: Config, role: WorkerRole, name: str, node: str, routers: Sequence[str], host: str, runner: Runner
     ) -> None:
         """Connect. `routers`: their ZMQ endpoints; `host`: where our own sockets listen, the address of this node;
         `runner`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""

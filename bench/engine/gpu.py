@@ -68,12 +68,7 @@ _PAGE = 16
 _POOL = 0.75  # of the memory that the weights leave
 _TESTS_TIMEOUT = 300.0  # seconds
 _ENTRIES = ("router.service", "kvstore.service", "worker.process", "deploy.local", "engine.vllm_runner.child")
-CALLS = {
-    1: ("limits", "imports", "tests"),
-    2: ("engine", "profile"),
-    3: ("pages",),
-    4: ("cluster", "runner", "vllm"),
-}
+CALLS = {1: ("limits", "imports", "tests"), 2: ("engine", "profile"), 3: ("pages",), 4: ("cluster", "runner", "vllm")}
 """Parts of one sitting: where a machine is lent for minutes, a part that takes too long costs no other call."""
 
 LLAMA_8B: dict[str, Any] = {

@@ -95,13 +95,7 @@ def bench(
 
 
 async def _send(
-    address: str,
-    tls: bool,
-    load: Preset,
-    model: ModelCard,
-    amount: tuple[int, int, float],
-    timeout: float,
-    seed: int,
+    address: str, tls: bool, load: Preset, model: ModelCard, amount: tuple[int, int, float], timeout: float, seed: int
 ) -> list[list[Outcome]]:
     """Send the load: `amount` is users, requests and seconds. Shows progress on stderr."""
     from deploy.load.presets import conversations

@@ -14,8 +14,7 @@ from deploy.control_plane import gpu_checks, preflight
 @command("baton doctor", "baton doctor --config cluster.yaml --json", "baton doctor ./model")
 def doctor(
     model: Annotated[
-        str,
-        typer.Argument(help="Say which engine would serve this here, and why: a directory, a hub id or smollm2."),
+        str, typer.Argument(help="Say which engine would serve this here, and why: a directory, a hub id or smollm2.")
     ] = "",
     config: ConfigFile = None,
     settings: Settings = None,

@@ -21,8 +21,7 @@ _TELL = 2.0  # seconds between two lines of progress
 
 
 @command(
-    "baton run-batch -i requests.jsonl -o results.jsonl",
-    "baton run-batch -i in.jsonl -o out.jsonl --url router:8000",
+    "baton run-batch -i requests.jsonl -o results.jsonl", "baton run-batch -i in.jsonl -o out.jsonl --url router:8000"
 )
 def run_batch(
     input_file: Annotated[Path, typer.Option("--input-file", "-i", help="Requests, one on each line.")],

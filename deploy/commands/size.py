@@ -40,8 +40,7 @@ class Device(StrEnum):
 )
 def size(
     model: Annotated[
-        str,
-        typer.Argument(help="Directory of a checkpoint, GGUF file, hub id or smollm2: only the config is read."),
+        str, typer.Argument(help="Directory of a checkpoint, GGUF file, hub id or smollm2: only the config is read.")
     ],
     context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and output together.")] = 2_048,
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,

@@ -56,11 +56,7 @@ class ProcessLedger:
         self._old.add(name)
 
     def decide(
-        self,
-        desired: Sequence[ProcessSpec],
-        facts: Mapping[str, Facts],
-        now: float,
-        held_up: float = 0.0,
+        self, desired: Sequence[ProcessSpec], facts: Mapping[str, Facts], now: float, held_up: float = 0.0
     ) -> list[SupervisorAction]:
         """Take the facts of this cycle and return the actions.
 

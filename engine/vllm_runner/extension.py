@@ -146,11 +146,7 @@ class BatonExtension:
             self._baton_blocks[block].zero_()
 
     def baton_step(
-        self,
-        order: Any,
-        fresh: Sequence[int],
-        states: Sequence[tuple[int, int]],
-        rows: Mapping[str, Row],
+        self, order: Any, fresh: Sequence[int], states: Sequence[tuple[int, int]], rows: Mapping[str, Row]
     ) -> tuple[Mapping[str, Sequence[Sampled]], Mapping[str, list[PromptTokenLogprob]]]:
         """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute the rows, score, draw. Return
         the tokens and the scores by request. Every rank of the last stage draws: a draw is a pure function of logits

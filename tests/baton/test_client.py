@@ -77,11 +77,7 @@ def test_a_request_holds_what_was_given_and_leaves_the_rest_open():
 
 @pytest.mark.parametrize(
     ("options", "match"),
-    [
-        ({"max_tokens": -1}, "can't be sent"),
-        ({"stop": 5}, "can't be sent"),
-        ({"beams": 4}, "beams is no field"),
-    ],
+    [({"max_tokens": -1}, "can't be sent"), ({"stop": 5}, "can't be sent"), ({"beams": 4}, "beams is no field")],
 )
 def test_a_value_that_no_field_holds_is_an_error_before_anything_is_sent(options: Any, match: str):
     with pytest.raises(errors.InvalidRequest, match=match):

@@ -226,9 +226,7 @@ def test_a_pidfd_tells_of_the_peers_death() -> None:
     listener.close()
 
 
-def test_descriptors_beside_garbage_are_closed(
-    pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]],
-) -> None:
+def test_descriptors_beside_garbage_are_closed(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
     server, client = pair
     before = len(list(Path("/proc/self/fd").iterdir()))
     for junk in (b"", b"junk"):
@@ -249,9 +247,7 @@ def test_a_closed_unix_socket_is_told(pair: tuple[UnixSocket[StoreCall], UnixSoc
         client.receive()
 
 
-def test_garbage_on_a_unix_socket_is_a_typed_error(
-    pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]],
-) -> None:
+def test_garbage_on_a_unix_socket_is_a_typed_error(pair: tuple[UnixSocket[StoreCall], UnixSocket[StoreReply]]) -> None:
     server, client = pair
     client._socket.send(b"\xc1garbage")
     with pytest.raises(MalformedMessage):

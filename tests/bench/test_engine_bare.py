@@ -36,12 +36,7 @@ def test_steps_are_full_and_those_that_decode_come_first(engine: Engine, monkeyp
 
     monkeypatch.setattr(Engine, "step", step)
     bare.generate_batch(engine, [list(range(2, 14)), list(range(2, 32))], 2, max_num_batched_tokens=16)
-    assert steps == [
-        [(0, 12, True), (0, 4, False)],
-        [(12, 1, True), (4, 15, False)],
-        [(19, 11, True)],
-        [(30, 1, True)],
-    ]
+    assert steps == [[(0, 12, True), (0, 4, False)], [(12, 1, True), (4, 15, False)], [(19, 11, True)], [(30, 1, True)]]
 
 
 def test_streams_begin_together_and_every_step_has_a_token_of_each(

@@ -5,10 +5,7 @@ from bench.store import hand_off
 
 def test_a_hand_off_is_measured_beside_its_limit() -> None:
     results = hand_off.results("hand_off", hand_off.hand_offs(16 * 2**10, 2), 16 * 2**10)
-    assert [result.case for result in results] == [
-        "hand-off sealing, 16 KiB pages",
-        "hand-off verifying, 16 KiB pages",
-    ]
+    assert [result.case for result in results] == ["hand-off sealing, 16 KiB pages", "hand-off verifying, 16 KiB pages"]
     assert all(result.value > 0 and result.ratio and result.limit for result in results)
 
 

@@ -157,10 +157,7 @@ class Run:
         assert done.status == 0, done
 
 
-_PLACEHOLDERS |= {
-    "5f1c2d9a70b3e846-1a2b3c4d.17": Run.last_request,
-    "baton-4kXq…": Run.key,
-}
+_PLACEHOLDERS |= {"5f1c2d9a70b3e846-1a2b3c4d.17": Run.last_request, "baton-4kXq…": Run.key}
 
 
 def _pattern(shown: str) -> str:

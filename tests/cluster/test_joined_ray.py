@@ -70,8 +70,7 @@ def test_without_authentication_every_process_is_repaired(machine: Machine):
     before, supervisor = pids(machine), machine.status()["supervisor"]["pid"]
     machine.kill(supervisor)
     machine.wait(
-        "the supervisor is back",
-        lambda: (s := machine.status()["supervisor"])["alive"] and s["pid"] != supervisor,
+        "the supervisor is back", lambda: (s := machine.status()["supervisor"])["alive"] and s["pid"] != supervisor
     )
     assert pids(machine) == before
     machine.kill(before["decode-0"])

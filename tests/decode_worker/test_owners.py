@@ -18,10 +18,7 @@ def test_each_router_hears_of_its_own_and_how_busy_the_other_keeps_us() -> None:
     one = both()
     assert {
         (letter.router, letter.message.request) for letter in one.letters if not isinstance(letter.message, Tokens)
-    } == {
-        ("one", "a"),
-        ("two", "b"),
-    }
+    } == {("one", "a"), ("two", "b")}
     for letter in one.letters:
         if isinstance(letter.message, Tokens):
             assert {delta.request for delta in letter.message.deltas} == {"a" if letter.router == "one" else "b"}

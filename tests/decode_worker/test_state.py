@@ -25,12 +25,7 @@ GREEDY = msg.SamplingParams(temperature=0)
 
 
 def order(
-    prompt: list[int],
-    count: int,
-    request: str = "r",
-    attempt: int = 1,
-    known: list[int] | None = None,
-    **more: object,
+    prompt: list[int], count: int, request: str = "r", attempt: int = 1, known: list[int] | None = None, **more: object
 ) -> msg.Decode:
     tokens = pack_tokens(prompt + (known or []))
     return msg.Decode(request, attempt, ROOT, tokens, len(prompt), count, GREEDY, **more)  # type: ignore[arg-type]

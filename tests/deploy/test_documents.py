@@ -147,11 +147,7 @@ def test_a_comment_that_is_wrong_is_told(comment: str, problem: str):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "<!-- not run: needs a GPU -->\n\ntext\n\n```console\n$ a\n```\n",
-        "```bash\na\n```\n",
-        "```\n$ a\n```\n",
-    ],
+    ["<!-- not run: needs a GPU -->\n\ntext\n\n```console\n$ a\n```\n", "```bash\na\n```\n", "```\n$ a\n```\n"],
     ids=["a comment before no block", "a shell's block", "a prompt in another block"],
 )
 def test_commands_that_no_test_would_see_are_told(text: str):

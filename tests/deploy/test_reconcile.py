@@ -75,10 +75,7 @@ def test_a_process_that_comes_back_is_kept_and_one_that_is_gone_is_replaced_at_o
     ledger.started("router", "a", 0.0)
     ledger.started("decode-0", "a", 0.0)
     for now in range(1, 100):  # silent for 9 s in every 10
-        facts = {
-            "router": Facts(answers=True),
-            "decode-0": Facts(listed="live" if now % 10 == 0 else "silent"),
-        }
+        facts = {"router": Facts(answers=True), "decode-0": Facts(listed="live" if now % 10 == 0 else "silent")}
         assert ledger.decide([ROUTER, DECODE], facts, float(now)) == []
     gone = {"router": Facts(answers=True), "decode-0": Facts(gone=True, listed="silent", why_gone="killed")}
     assert ledger.decide([ROUTER, DECODE], gone, 99.5) == [ReapProcess("decode-0", "killed")]

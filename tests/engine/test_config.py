@@ -44,12 +44,7 @@ GEMMA3 = LLAMA | {
     "sliding_window": 128,
     "sliding_window_pattern": 2,
 }
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 512,
-}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
 
 
 def test_a_plain_llama():
@@ -67,10 +62,7 @@ def test_a_plain_llama():
         ({"rope_theta": 5e5, "rope_scaling": None}, RopeSpec(5e5)),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, RopeSpec(5e5)),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeSpec(10_000.0, "linear", 2.0)),
-        (
-            {"rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}},
-            RopeSpec(7.0, "linear", 2.0),
-        ),
+        ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}}, RopeSpec(7.0, "linear", 2.0)),
         (
             {"rope_theta": 5e5, "rope_scaling": LLAMA3 | {"rope_type": "llama3"}},
             RopeSpec(5e5, "llama3", 8.0, 1.0, 4.0, 512),
@@ -103,10 +95,7 @@ def test_both_spellings_of_rope(change: dict[str, Any], expected: RopeSpec):
         (LLAMA | {"sliding_window": 128}, (None,) * 4),
         (QWEN2 | {"sliding_window": 128}, (None,) * 4),
         (QWEN2 | {"sliding_window": 128, "use_sliding_window": False, "max_window_layers": 0}, (None,) * 4),
-        (
-            QWEN2 | {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 3},
-            (None, None, None, 128),
-        ),
+        (QWEN2 | {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 128)),
         (
             QWEN3
             | {

@@ -83,11 +83,7 @@ def test_min_tokens_are_transformers(count: int) -> None:
 
 
 @examples(150)
-@given(
-    output=st.lists(token, max_size=30),
-    frequency=st.floats(-2, 2),
-    presence=st.floats(-2, 2),
-)
+@given(output=st.lists(token, max_size=30), frequency=st.floats(-2, 2), presence=st.floats(-2, 2))
 def test_frequency_and_presence_count_the_output_alone(output: list[int], frequency: float, presence: float) -> None:
     """As OpenAI's API defines them: logit - count · frequency - (count > 0) · presence."""
     logits = some_logits(3)

@@ -153,9 +153,7 @@ def test_a_step_is_one_page_over_its_cached_prefix(noted: tuple[DeviceBlockManag
     assert cache.available == 6
 
 
-def test_what_was_evicted_is_skipped_and_a_failed_step_lets_go(
-    noted: tuple[DeviceBlockManager, Recomputation],
-) -> None:
+def test_what_was_evicted_is_skipped_and_a_failed_step_lets_go(noted: tuple[DeviceBlockManager, Recomputation]) -> None:
     cache, again = noted
     pages = cache.allocate(5)  # "abc" and "ab" go
     assert pages is not None

@@ -113,12 +113,7 @@ def test_company_does_not_matter(order: list[int], others: list[TokenDraw]):
 def test_every_part_of_the_key_counts():
     logits = torch.zeros(1, 1000)
     draw = TokenDraw(seed=5)
-    variants = [
-        (draw, 3),
-        (replace(draw, seed=6), 3),
-        (replace(draw, index=1), 3),
-        (draw, 4),
-    ]
+    variants = [(draw, 3), (replace(draw, seed=6), 3), (replace(draw, index=1), 3), (draw, 4)]
     assert len({tokens_of(logits, [one], [position])[0] for one, position in variants}) == len(variants)
 
 

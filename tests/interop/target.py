@@ -10,11 +10,7 @@ from deploy.local import LocalCluster
 from tests.support import checkpoints, workload
 
 MODEL = "baton-interop"
-ALIASES = (
-    "gpt-6-astra",
-    "gpt-3.5-turbo-instruct",
-    "model",
-)
+ALIASES = ("gpt-6-astra", "gpt-3.5-turbo-instruct", "model")
 """Names in openai-python's own tests."""
 CONTEXT = 512
 TEMPLATE = """\

@@ -202,9 +202,7 @@ def test_a_prefix_counts_only_without_a_gap_and_by_the_fastest_tier() -> None:
     assert prefixes.match([]) == {}
 
 
-def test_runs_join_in_any_order_after_a_holder_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_runs_join_in_any_order_after_a_holder_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "MAX_RUN", 3)
     for _ in range(64):  # the order is that of a set
         prefixes = PrefixMap()

@@ -483,14 +483,7 @@ def test_an_unused_link_is_closed(stores: Callable[..., Store], monkeypatch: pyt
 
 def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Callable[..., Store]) -> None:
     a, b = stores("a"), stores("b")
-    for endpoint in (
-        "",
-        "nonsense",
-        "inproc://x",
-        "tcp://",
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:x",
-    ):
+    for endpoint in ("", "nonsense", "inproc://x", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x"):
         a.do(
             AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(1)),
             AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(2)),

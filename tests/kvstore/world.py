@@ -32,12 +32,7 @@ from kvstore.events.changes import PagesCleared, PagesRemoved, PagesStored
 from kvstore.server import events
 from kvstore.server.inbound_transfers import STORE, RemoteFetch
 from kvstore.server.leases import Lease, PageWaiter
-from kvstore.transport.interface import (
-    PeerEvent,
-    PeerOrder,
-    SendPages,
-    VerifySlot,
-)
+from kvstore.transport.interface import PeerEvent, PeerOrder, SendPages, VerifySlot
 from simulator.transport import SimulatedTransport
 from tests.kvstore.chains import key, keys, parent, partial
 from tests.kvstore.store_fixtures import NAMESPACE, store_config

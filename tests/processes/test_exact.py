@@ -129,9 +129,7 @@ def test_a_window_lets_contexts_exceed_the_pool(shape: str, checkpoint: Callable
 
 @pytest.mark.technique("Prefill and decode apart")
 def test_prefill_on_one_node_and_decode_on_another(
-    checkpoint: Callable[[str], Path],
-    expected: Callable[[str], dict[tuple[int, ...], list[int]]],
-    tmp_path: Path,
+    checkpoint: Callable[[str], Path], expected: Callable[[str], dict[tuple[int, ...], list[int]]], tmp_path: Path
 ) -> None:
     """Every page of a prompt passes from store to store."""
     path = checkpoint("wide-llama")

@@ -93,10 +93,7 @@ def test_spans_of_clients_requests_reach_a_collector_and_its_death_hurts_no_requ
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
     with collecting() as collector:
-        settings = workload.settings(
-            path,
-            **{"tracing.enabled": True, "tracing.endpoint": collector.url},
-        )
+        settings = workload.settings(path, **{"tracing.enabled": True, "tracing.endpoint": collector.url})
         with LocalCluster(settings, tmp_path) as cluster:
             complete_over_http(cluster.addresses.api, TRACES[0])
             eventually(lambda: complete(collector.trace(TRACES[0])), what="the spans of the request over HTTP")
@@ -134,11 +131,7 @@ def check(collector: Collector) -> None:
 
 def complete_over_http(address: str, trace: str) -> None:
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    headers = {
-        "content-type": "application/json",
-        "traceparent": f"00-{trace}-{PARENT}-01",
-        "tracestate": "shop=7",
-    }
+    headers = {"content-type": "application/json", "traceparent": f"00-{trace}-{PARENT}-01", "tracestate": "shop=7"}
     request = urllib.request.Request(f"http://{address}/v1/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=DEADLINE) as answer:
         assert json.loads(answer.read())["usage"]["completion_tokens"] == 8

@@ -93,10 +93,7 @@ def streams_at_both(cluster: LocalCluster, pool: ThreadPoolExecutor) -> dict[str
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_one_of_two_routers_dies(path: Path, tmp_path: Path, how: signal.Signals) -> None:
     """There is one decode worker: of two, a busy machine slows one, and a router moves its streams to the other."""
-    with (
-        LocalCluster(workload.settings(path, 1, 1, **QUICK), tmp_path) as cluster,
-        ThreadPoolExecutor(32) as pool,
-    ):
+    with LocalCluster(workload.settings(path, 1, 1, **QUICK), tmp_path) as cluster, ThreadPoolExecutor(32) as pool:
         ours, theirs = streams_at_both(cluster, pool).values()
         eventually(lambda: all(len(stream.tokens) > 5 for stream in (*ours, *theirs)), what="all streams under way")
         cluster.kill("router-1", how)
@@ -139,10 +136,7 @@ def dashboard(cluster: LocalCluster, part: str) -> Any:
 
 
 def test_any_router_answers_its_operator_for_all(path: Path, tmp_path: Path) -> None:
-    with (
-        LocalCluster(workload.settings(path, 1, 1, **QUICK), tmp_path) as cluster,
-        ThreadPoolExecutor(32) as pool,
-    ):
+    with LocalCluster(workload.settings(path, 1, 1, **QUICK), tmp_path) as cluster, ThreadPoolExecutor(32) as pool:
         assert cluster.api_of("router") == cluster.api_of("router-1")
         by_router = streams_at_both(cluster, pool)
         every = [stream.name for streams in by_router.values() for stream in streams]

@@ -304,11 +304,7 @@ def test_tokens_by_tenant_are_told() -> None:
     (decode,) = cluster.colocated()
     cluster.submit(prompt=10, tenant="a")
     finish(cluster, decode, "r", 10)
-    assert cluster.state.stats().tenant_tokens == {
-        ("a", "computed"): 10,
-        ("a", "cached"): 0,
-        ("a", "generated"): 1,
-    }
+    assert cluster.state.stats().tenant_tokens == {("a", "computed"): 10, ("a", "cached"): 0, ("a", "generated"): 1}
 
 
 @settings(max_examples=25, deadline=None)

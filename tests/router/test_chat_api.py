@@ -435,10 +435,7 @@ async def test_codexs_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert forced.input == PATCH
         for tools, path in (
             ([{"type": "wizard"}], "tools[0].type"),
-            (
-                [{"type": "namespace", "name": "n", "tools": [FIND, {"type": "function"}]}],
-                "tools[0].tools[1].name",
-            ),
+            ([{"type": "namespace", "name": "n", "tools": [FIND, {"type": "function"}]}], "tools[0].tools[1].name"),
             ([{"type": "namespace", "name": "n"}], "tools[0]"),
             ([{"type": "custom", "name": "n", "format": {"type": "odd"}}], "tools[0].format"),
         ):
@@ -471,12 +468,7 @@ async def test_custom_tools_of_chats(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 async def test_anthropics_own_tools_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with saying(tmp_path, monkeypatch, OUTPUT) as client, client.anthropic() as door:
-        kinds = (
-            "web_search_20250305",
-            "code_execution_20250825",
-            "bash_20250124",
-            "tool_search_tool_bm25_20251119",
-        )
+        kinds = ("web_search_20250305", "code_execution_20250825", "bash_20250124", "tool_search_tool_bm25_20251119")
         hosted = [{"type": kind, "name": kind.rpartition("_")[0]} for kind in kinds]
         tools: Any = [hosted[0], {"name": "get_weather", "input_schema": PARAMETERS}, *hosted[1:]]
         fields: Any = {"model": "", "max_tokens": 500, "messages": MESSAGES, "tools": tools}

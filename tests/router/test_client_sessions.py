@@ -276,10 +276,7 @@ async def test_the_http_port(tmp_path: Path) -> None:
         async with http.get(f"{base}/discovery") as answer:
             assert answer.content_type == "application/json"
             assert await answer.json() == [
-                {
-                    "targets": [client.router.addresses.http],
-                    "labels": {"role": "router", "node": "a", "name": "router"},
-                }
+                {"targets": [client.router.addresses.http], "labels": {"role": "router", "node": "a", "name": "router"}}
             ]
         await asyncio.sleep(0.1)
         async with http.get(f"{base}/metrics") as answer:

@@ -42,8 +42,7 @@ def test_a_workers_account_tells_of_no_more_than_the_request_has(
     ids=str,
 )  # fmt: skip
 def test_log_probabilities_that_no_client_can_be_told_are_a_failed_attempt(
-    lab: Lab,
-    scores: tuple[msg.TokenLogprob, ...],
+    lab: Lab, scores: tuple[msg.TokenLogprob, ...]
 ) -> None:
     one, other = lab.colocated(2)
     lab.submit(prompt=PROMPT, sampling=SCORED)

@@ -157,10 +157,7 @@ async def test_no_other_path_or_call_is_open(tmp_path: Path) -> None:
         for method in service.methods
     ]
     assert calls
-    async with (
-        doors(tmp_path) as client,
-        grpc.aio.insecure_channel(client.router.addresses.grpc) as channel,
-    ):
+    async with doors(tmp_path) as client, grpc.aio.insecure_channel(client.router.addresses.grpc) as channel:
         _, document, _ = await client.ask("GET", "/openapi.json")
         paths = {path: [*methods] for path, methods in document["paths"].items()}
         shut = {path: methods for path, methods in paths.items() if path not in OPEN}

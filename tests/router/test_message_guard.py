@@ -54,10 +54,7 @@ async def raw(channel: grpc.aio.Channel, method: str, message: bytes) -> tuple[g
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_bytes_that_are_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str) -> None:
-    async with (
-        served(settings_for(tmp_path)) as router,
-        grpc.aio.insecure_channel(router.addresses.grpc) as channel,
-    ):
+    async with served(settings_for(tmp_path)) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
         with caplog.at_level(logging.INFO):
             caplog.clear()
             for _ in range(3):
@@ -84,10 +81,7 @@ ECHOED: list[tuple[Any, grpc.StatusCode, str]] = [
 
 
 async def test_long_strings_are_cut_where_an_error_repeats_them(tmp_path: Path) -> None:
-    async with (
-        served(settings_for(tmp_path)) as router,
-        grpc.aio.insecure_channel(router.addresses.grpc) as channel,
-    ):
+    async with served(settings_for(tmp_path)) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
         for message, code, reason in ECHOED:
             seen, details, metadata = await raw(channel, GENERATE, message.SerializeToString())
             assert (seen, metadata[grpc_calls.REASON]) == (code, reason)

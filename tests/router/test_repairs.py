@@ -121,9 +121,7 @@ PROMPTS = {
         ([system("A"), USER, system("B"), USER], "<system>A\n\nB<user>Hi\n\nHi", "system, turns"),
         ([USER, USER], "<user>Hi\n\nHi", "turns"),
     ],
-    WITHOUT_SYSTEM: [
-        ([system("A"), system("B"), USER], "<user>A\n\nB\n\nHi<assistant>", "system, system_in_user"),
-    ],
+    WITHOUT_SYSTEM: [([system("A"), system("B"), USER], "<user>A\n\nB\n\nHi<assistant>", "system, system_in_user")],
     "{{ messages[0].role }}": [([USER, system("B")], "user", "")],
 }
 
@@ -312,11 +310,7 @@ async def test_pictures_in_results_and_history_have_a_placeholder(
         picture_of_user = {"role": "user", "content": [text, IMAGE]}
         for path, body, at in (
             ("messages", {"system": "A", "messages": [picture_of_user]}, "messages[0].content[1]"),
-            (
-                "responses",
-                {"instructions": "A", "input": [USER, {"role": "user", "content": [picture]}]},
-                "input[1]",
-            ),
+            ("responses", {"instructions": "A", "input": [USER, {"role": "user", "content": [picture]}]}, "input[1]"),
             ("chat/completions", {"messages": [{"role": "user", "content": [url]}]}, "messages[0].content[0]"),
             (
                 "chat/completions",

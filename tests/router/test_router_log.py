@@ -60,10 +60,7 @@ def test_lines_that_a_client_or_peer_causes_are_limited(caplog: pytest.LogCaptur
 async def test_a_flood_of_nonsense_writes_few_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Hellos that are rejected, and requests that can't be served, on real sockets."""
     caplog.set_level(logging.INFO)
-    async with (
-        served(settings_for(tmp_path)) as router,
-        grpc.aio.insecure_channel(router.addresses.grpc) as channel,
-    ):
+    async with served(settings_for(tmp_path)) as router, grpc.aio.insecure_channel(router.addresses.grpc) as channel:
         before = len(lines(caplog))
         links = []
         for number in range(200):

@@ -244,11 +244,7 @@ def test_a_turn_with_calls_of_responses() -> None:
     assert [call["function"]["name"] for call in turn["tool_calls"]] == ["f", "g"]
     assert [message["name"] for message in request.messages[2:4]] == ["f", "g"]
     assert request.reasoning_effort == "none"
-    for item in (
-        {"type": "function_call"},
-        {"type": "wizard"},
-        {"type": "function_call_output", "call_id": 5},
-    ):
+    for item in ({"type": "function_call"}, {"type": "wizard"}, {"type": "function_call_output", "call_id": 5}):
         with pytest.raises(InvalidRequest) as error:
             chat_of_response(ResponsesRequest(input=[item]), Repairs())
         assert error.value.field.startswith("input[0]")
@@ -477,11 +473,7 @@ async def test_clients_read_reasoning_and_calls_or_the_answer(
             for tools in ({"tools": test_chat_api.TOOLS}, {"tools": test_chat_api.TOOLS, "tool_choice": "auto"}):
                 message = (await create(**fields, **tools)).choices[0].message
                 names = [call.function.name for call in message.tool_calls or ()]
-                assert (getattr(message, "reasoning", ""), message.content or "", names) == (
-                    thought,
-                    content,
-                    calls,
-                )
+                assert (getattr(message, "reasoning", ""), message.content or "", names) == (thought, content, calls)
             if not calls:
                 message = (await create(**fields)).choices[0].message
                 assert (getattr(message, "reasoning", ""), message.content) == (thought, content)

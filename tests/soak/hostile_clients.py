@@ -202,10 +202,7 @@ def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
         "long_inputs": {"grpc_address": cluster.address},
         "operator_calls": {"grpc_address": cluster.address, "operator_path": cluster.operator.removeprefix("unix:")},
         "slow_readers": {"grpc_address": cluster.address, "count": 4},
-        "idle_connections": {
-            "addresses": [*dict.fromkeys([*metrics, cluster.addresses.http, api])],
-            "each": IDLE,
-        },
+        "idle_connections": {"addresses": [*dict.fromkeys([*metrics, cluster.addresses.http, api])], "each": IDLE},
         "store_connects": {"store_address": store_address(cluster.config.cluster.name, cluster.node)},
         "zmq_strangers": {"endpoints": endpoints},
         "scrapes": {"http_addresses": [*dict.fromkeys(metrics)]},

@@ -26,13 +26,7 @@ from engine.step.outcome import ScheduledBatch, StepDone, StepOutOfMemory
 from engine.step.recomputation import NAME, ComparePages
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost, StoreUp
-from kvstore.server.events import (
-    CallReceived,
-    Connected,
-    Disconnected,
-    TellRouter,
-    WriterDied,
-)
+from kvstore.server.events import CallReceived, Connected, Disconnected, TellRouter, WriterDied
 from kvstore.server.state import StoreState
 from kvstore.transport.interface import PeerOrder, SlotVerified, VerifySlot
 from kvstore.window_groups import NO_GROUPS

@@ -122,8 +122,7 @@ def test_prompts_ask_for_a_fact_told_as_far_back_as_said(distance: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ending", "right"),
-    [("", True), (".", True), (" near the mill.", True), ("4.", False), (None, False)],
+    ("ending", "right"), [("", True), (".", True), (" near the mill.", True), ("4.", False), (None, False)]
 )
 def test_an_answer_must_have_the_value(ending: str | None, right: bool) -> None:
     one = evaluate.prompts(TOKENIZER, 50, 1)[0]

@@ -25,15 +25,7 @@ from tests.support import adapters, checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
-from tests.vllm_runner.driver import (
-    GREEDY,
-    Generation,
-    agree,
-    load,
-    prompt_of,
-    run,
-    run_ahead,
-)
+from tests.vllm_runner.driver import GREEDY, Generation, agree, load, prompt_of, run, run_ahead
 from tests.vllm_runner.test_cluster import SETTINGS
 
 COUNT = 20

@@ -26,10 +26,7 @@ from tests.vllm_runner.test_runner import Loaded
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` is on the GPU here
 from tests.vllm_runner.test_runner import paths as paths
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")]
 
 
 def _has_flash_attention() -> bool:

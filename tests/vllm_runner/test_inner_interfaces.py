@@ -150,11 +150,7 @@ def test_it_notices_a_parameter_more():
 def test_the_order_of_the_bring_up():
     from vllm.v1.engine import core
 
-    assert parameters(core.resolve_kv_cache_layout)[:3] == [
-        "vllm_config",
-        "supported_layouts",
-        "kv_cache_specs",
-    ]
+    assert parameters(core.resolve_kv_cache_layout)[:3] == ["vllm_config", "supported_layouts", "kv_cache_specs"]
     groups = ["global_kv_cache_groups"] * NEWER
     expected = ["vllm_config", "kv_cache_specs", "available_memory", *groups]
     assert parameters(core.get_kv_cache_configs) == expected

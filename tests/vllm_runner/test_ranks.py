@@ -349,9 +349,7 @@ def test_requests_at_once_get_the_reference_tokens(shape: str, wide: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"),
-    [("decode-0", (0, 2, 0, 2)), ("prefill-0", (2, 1, 1, 1, 2))],
-    ids=["TP 2", "PP 2"],
+    ("name", "shape"), [("decode-0", (0, 2, 0, 2)), ("prefill-0", (2, 1, 1, 1, 2))], ids=["TP 2", "PP 2"]
 )
 def test_streams_outlive_the_death_of_a_rank(name: str, shape: tuple[int, ...], wide: Path, tmp_path: Path) -> None:
     """Its worker ends within three seconds, and another goes on with the same tokens."""

@@ -222,11 +222,7 @@ def _tool(draw: random.Random, topic: str) -> dict[str, Any]:
         "function": {
             "name": f"{draw.choice(words.VERBS)}_{topic}",
             "description": draw.choice((f"Return the {topic}.", f"Tell the {topic} for one {parameter}.")),
-            "parameters": {
-                "type": "object",
-                "properties": {parameter: {"type": "string"}},
-                "required": [parameter],
-            },
+            "parameters": {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]},
         },
     }
 

@@ -13,13 +13,7 @@ import torch
 from msgspec import Struct, convert
 
 from baton.errors import UnsupportedModel
-from engine.checkpoint.formats.affine_groups import (
-    AffineGroups,
-    checked_groups,
-    checked_scale,
-    group_count,
-    unpacked,
-)
+from engine.checkpoint.formats.affine_groups import AffineGroups, checked_groups, checked_scale, group_count, unpacked
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
 from engine.spec import WeightSpec
 

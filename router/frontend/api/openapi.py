@@ -223,10 +223,7 @@ def _batch_call(name: str, summary: str, answer: type) -> Schema:
     return {
         "operationId": re.sub(r"\W+", "_", name).strip("_"),
         "summary": summary,
-        "responses": {
-            "200": {"description": "the answer", "content": _json(ref(answer))},
-            **_errors(Error, *_ERRORS),
-        },
+        "responses": {"200": {"description": "the answer", "content": _json(ref(answer))}, **_errors(Error, *_ERRORS)},
     }
 
 

@@ -52,11 +52,7 @@ class GenerateCall:
     """One call that generates: from its request to the last message, or to the error that it ends in."""
 
     def __init__(
-        self,
-        service: GenerationService,
-        request: generation_pb2.GenerateRequest,
-        context: Any,
-        linger: float = LINGER,
+        self, service: GenerationService, request: generation_pb2.GenerateRequest, context: Any, linger: float = LINGER
     ) -> None:
         self._service = service
         self._request = request

@@ -35,7 +35,7 @@ _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine 
 _HANDSHAKE_MS = 10_000  # in which a new connection's TLS and first HTTP/2 frame must have come
 _IDLE_MS = 120_000  # that a connection may have no call; gRPC's clients then connect anew without being told
 _TEXTS: Mapping[str, Sequence[int]] = {  # the fields that hold a prompt's text
-    "/baton.v1.Generation/Generate": (2,),
+    "/baton.v1.Generation/Generate": (2,)
 }
 GENERATION = "baton.v1.Generation"
 

@@ -18,10 +18,7 @@ _parse_logprobs = LocalCompletionsAPI.parse_logprobs
 
 
 def parse_logprobs(
-    outputs: dict[str, Any] | list[dict[str, Any]],
-    tokens: Any = None,
-    ctxlens: Sequence[int] = (),
-    **more: Any,
+    outputs: dict[str, Any] | list[dict[str, Any]], tokens: Any = None, ctxlens: Sequence[int] = (), **more: Any
 ) -> list[tuple[float, bool]]:
     """As lm-eval's, with sums in float32. `ctxlens`: tokens before each ending."""
     parsed = _parse_logprobs(outputs=outputs, tokens=tokens, ctxlens=ctxlens, **more)

@@ -63,10 +63,7 @@ HERMES = [
     Transcript('<tool_call>{"name": "get_time", "arguments": null}</tool_call>', calls=[TIME]),
     Transcript('<tool_call>{"name": "get_time", "arguments": {  }}</tool_call>', calls=[TIME]),
     # Arguments that are encoded twice.
-    Transcript(
-        "<tool_call>" + named(("get_weather", json.dumps(WEATHER[1]))) + "</tool_call>",
-        calls=[WEATHER],
-    ),
+    Transcript("<tool_call>" + named(("get_weather", json.dumps(WEATHER[1]))) + "</tool_call>", calls=[WEATHER]),
     Transcript('<tool_call>{"name": "add", "arguments": "three"}</tool_call>', calls=[("add", "three")]),
     # Brackets, marks and markers in strings.
     Transcript(
@@ -247,10 +244,7 @@ QWEN3 = [
     Transcript("Hmm.\n</think>\n\nIt is fine.\n", content=_FINE, reasoning="Hmm.", prompt="assistant\n<think>\n"),
     plain("It is fine.\n", prompt="assistant\n<think>\n\n</think>\n\n"),
 ]
-MAGISTRAL = [
-    Transcript("[THINK]Hmm.[/THINK]It is fine.\n", content=_FINE, reasoning="Hmm."),
-    plain("It is fine.\n"),
-]
+MAGISTRAL = [Transcript("[THINK]Hmm.[/THINK]It is fine.\n", content=_FINE, reasoning="Hmm."), plain("It is fine.\n")]
 QWEN3_CALLS = [
     Transcript(
         f"<think>\nI could <tool_call> now.\n</think>\n\n<tool_call>\n{named(WEATHER)}\n</tool_call>",
