@@ -1,67 +1,12 @@
-"""Recorded sessions in the benches: orders of eviction over pages, figures by hand, and what a real turn can reuse."""
-
-import random
-from collections import OrderedDict
+"""Recorded sessions in the benches: figures by hand, and what a real turn can reuse."""
 
 import numpy as np
 import pytest
 
 from bench.cluster import agents as real
 from bench.router import agents as simulated
-from bench.store import retention
-from bench.store.retention import PAGE, Use, hits, ranks, s3_fifo, uses
 from simulator.mooncake import TraceLine
-from tests.simulator.test_sessions import OTHER, TURNS
-
-
-def requests(seed: int) -> list[Use]:
-    """Make users of a few conversations, which grow by a page or two at a time, and of prompts that never return."""
-    rng = random.Random(seed)
-    chains: list[list[int]] = [[100 * i] for i in range(6)]
-    sequence: list[Use] = []
-    for at in range(80):
-        chain = rng.choice(chains)
-        read = chain[:]
-        chain.extend(range(chain[-1] + 1, chain[-1] + 1 + rng.randint(1, 2)))
-        sequence.append(Use(float(at), str(chain[0]), PAGE * len(read) + 1, read, chain[:]))
-    return sequence
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_no_order_keeps_more_than_the_one_that_knows_the_future(seed: int) -> None:
-    sequence = requests(seed)
-    for capacity in (5, 12, 30, 60):
-        shares = {name: hits(sequence, capacity, rank) for name, rank in ranks(sequence).items()}
-        assert max(shares.values()) == shares["belady"]
-        assert s3_fifo(sequence, capacity) <= shares["belady"]
-        assert shares["returning"] >= shares["lru"]
-    endless = [hits(sequence, 10_000, rank) for rank in ranks(sequence).values()]
-    assert endless == [endless[0]] * len(endless)
-    assert endless[0] == s3_fifo(sequence, 10_000)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_lru_is_the_stores_order(seed: int) -> None:
-    sequence = requests(seed)
-    cached: OrderedDict[int, None] = OrderedDict()
-    hit = 0
-    for use in sequence:
-        known = next((i for i, page in enumerate(use.read) if page not in cached), len(use.read))
-        hit += known * PAGE
-        for page in reversed(use.left):
-            cached.pop(page, None)
-            cached[page] = None
-        while len(cached) > 20:
-            cached.popitem(last=False)
-    assert hits(sequence, 20, ranks(sequence)["lru"]) == pytest.approx(hit / sum(use.prompt for use in sequence))
-
-
-def test_turns_read_the_pages_of_the_answers_before() -> None:
-    first, second, third, _ = uses(TURNS, 1, 40.0, 1)[:4]
-    assert (first.prompt, first.at + 0.3 + 0.025 * 100 + 2.0) == (1_300, pytest.approx(second.at))
-    assert second.read == first.left[:2]
-    assert third.read[:2] == second.left[:2]
-    assert len(uses(TURNS + OTHER, 3, 40.0, 1)) > len(uses(TURNS + OTHER, 1, 40.0, 1))
+from tests.simulator.test_sessions import TURNS
 
 
 def test_figures_of_a_round() -> None:
@@ -83,7 +28,7 @@ def test_figures_of_a_round() -> None:
 
 
 def test_a_trace_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert retention.main(["/no/such/file"]) == simulated.main(["/no/such/file"]) == real.main(["/no/such/file"]) == 1
+    assert simulated.main(["/no/such/file"]) == real.main(["/no/such/file"]) == 1
     assert not capsys.readouterr().out
 
 
