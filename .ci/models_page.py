@@ -90,10 +90,22 @@ and `int8` are passed on to its runner.
 ## GGUF
 
 `baton up --model FILE.gguf` serves one file, with its tokenizer and its chat template (`pip install 'baton[gguf]'`). It
-is read by our own engine: the architectures llama, [qwen2 and qwen3](../tests/engine/test_gguf.py), with the
-[tokenizers](../tests/baton/test_from_gguf.py) of Llama 3, SmolLM2 and Qwen. Other architectures, tokenizers and
-tensors, and a scaled rotary embedding, are refused by name. What describes the file is made once below
-`~/.cache/baton/gguf`. The numbers stay in the file, so it must stay where it is.
+is read by our own engine. The architectures are [llama](../tests/engine/test_gguf.py), which is also Mistral's, qwen2,
+qwen3, gemma3 (text) and phi3. Each has the tokens of transformers with the same weights in float32, and those of its
+dequantized numbers in Q8_0 and Q4_0. Other architectures and tensors are refused by name, and so is a rotary embedding
+that is scaled in another way than linearly, by Llama 3.1 or by LongRoPE. A file that ends too early is refused with the
+name of a tensor. What describes the file is made once below `~/.cache/baton/gguf`. The numbers stay in the file, so it
+must stay where it is.
+
+Tokenizers are SentencePiece's with bytes (Llama 2, Mistral, Phi-3, Gemma 3), and byte-level BPE with the rules
+`llama-bpe`, `qwen2`, `smollm`, `tekken` (Mistral Nemo), `dbrx` (Phi-4) and `gpt-4o` (Phi-4-mini). All have [the tokens
+of transformers](../tests/baton/test_from_gguf.py).
+
+- A text of SentencePiece begins with a space where the file does not say otherwise, as with transformers. In Phi-3
+  white space behind most special tokens counts as a part of them, as in its published tokenizer.
+- Beside the end that the file names, `<|eot_id|>`, `<|im_end|>`, `<|end|>` and `<end_of_turn>` end an answer.
+- A Mistral has its sliding window only if the file has the field `llama.attention.sliding_window`, which llama.cpp's
+  converter does not write.
 
 | type | native |
 |---|---|

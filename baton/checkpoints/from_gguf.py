@@ -4,6 +4,7 @@ The same file gives the same bytes on every machine: its nodes derive page keys 
 """
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.checkpoints import gguf_tokenizer
+from baton.checkpoints.gguf_fields import Fields, config
 from baton.errors import CorruptWeights, UnsupportedModel
 
 _WHOLE = {
@@ -20,25 +22,40 @@ _WHOLE = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-HEAD, FREQUENCIES = "lm_head", "rope_freqs.weight"
-_OF_A_LAYER = {
-    "attn_norm": "input_layernorm",
+HEAD = "lm_head"
+FACTORS = {
+    "rope_freqs.weight": "",
+    "rope_factors_long.weight": "long_factor",
+    "rope_factors_short.weight": "short_factor",
+}
+"""Tensors that go into the config, by the names that they have there. Those without one are for sequences of any
+length: how far llama.cpp's converter has stretched each wave of a Llama 3.1."""
+_COMMON = {"attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj", "ffn_down": "mlp.down_proj"}
+_LLAMA = _COMMON | {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
-_OF_AN_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
-    "llama": {},
-    "qwen2": {f"attn_{part}.bias": f"self_attn.{part}_proj.bias" for part in "qkv"},
-    "qwen3": {f"attn_{part}_norm.weight": f"self_attn.{part}_norm.weight" for part in "qk"},
+_QWEN3 = _LLAMA | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA3 = _QWEN3 | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Further tensors of a layer."""
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_PHI3 = _COMMON | {
+    "attn_qkv": "self_attn.qkv_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+
+
+_OF_A_LAYER = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3, "gemma3": _GEMMA3, "phi3": _PHI3}
+_BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
+_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+"""Tokens that end an answer, too. Many files name but one end, which is that of a text."""
 
 CODES = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 """Types of tensors whose codes the engine reads as they are. Those of other types are made dense when they are read."""
@@ -49,20 +66,21 @@ FILE = "model.gguf"
 def convert(source: Path, out: Path, sampling: Mapping[str, Any]) -> None:
     """Write the checkpoint of `source` into the new directory `out`. `sampling` is what its authors recommend.
 
-    Raises UnsupportedModel for another architecture, tokenizer or tensor than those known here.
+    Raises UnsupportedModel for another architecture, tokenizer or tensor than those known here, CorruptWeights.
     """
-    reader, config = _opened(source)
-    _write_all(reader, config, sampling, out)
-    _save(dict(_weights(reader)), out / "model.safetensors")
+    reader, fields = read(source)
+    _write_all(fields, _config(reader, fields), sampling, out)
+    _save(dict(_weights(reader, fields)), out / "model.safetensors")
 
 
 def link(source: Path, out: Path) -> None:
     """Write what describes `source` into the new directory `out`, and a link to the file. Raises as `convert`."""
-    reader, config = _opened(source)
+    reader, fields = read(source)
+    config = _config(reader, fields)
     types = {
-        hf_name(tensor.name, config["model_type"]): tensor.tensor_type.name
+        hf_name(tensor.name, fields.architecture): tensor.tensor_type.name
         for tensor in reader.tensors
-        if tensor.name != FREQUENCIES
+        if tensor.name not in FACTORS
     }
     codes = {name.removesuffix(".weight"): kind for name, kind in types.items() if kind in CODES}
     embedding = _WHOLE["token_embd.weight"].removesuffix(".weight")
@@ -72,7 +90,7 @@ def link(source: Path, out: Path) -> None:
         config["tie_word_embeddings"] = False
     if codes:
         config["quantization_config"] = {"quant_method": "gguf", "types": codes}
-    _write_all(reader, config, {}, out)
+    _write_all(fields, config, {}, out)
     (out / FILE).symlink_to(source.resolve())
 
 
@@ -80,14 +98,15 @@ def hf_name(name: str, architecture: str) -> str:
     """Return a tensor's name in Hugging Face's layout. Raises UnsupportedModel."""
     if name in _WHOLE:
         return _WHOLE[name]
-    more = _OF_AN_ARCHITECTURE[architecture]
+    parts = _OF_A_LAYER[architecture]
     match name.split("."):
-        case ["blk", layer, part, "weight"] if part in _OF_A_LAYER and layer.isdecimal():
-            return f"model.layers.{layer}.{_OF_A_LAYER[part]}.weight"
-        case ["blk", layer, *rest] if (part := ".".join(rest)) in more and layer.isdecimal():
-            return f"model.layers.{layer}.{more[part]}"
+        case ["blk", layer, part, "weight" as kind] if part in parts and layer.isdecimal():
+            pass
+        case ["blk", layer, part, "bias" as kind] if part in _BIASED.get(architecture, ()) and layer.isdecimal():
+            pass
         case _:
             raise UnsupportedModel(f"the tensor {name} has no place in a checkpoint of the architecture {architecture}")
+    return f"model.layers.{layer}.{parts[part]}.{kind}"
 
 
 def heads_of(name: str, fields: Mapping[str, Any]) -> int | None:
@@ -100,80 +119,68 @@ def heads_of(name: str, fields: Mapping[str, Any]) -> int | None:
     return next((number for part, number in count.items() if f".{part}." in name), None)
 
 
-def read(source: Path) -> tuple[Any, Mapping[str, Any]]:
+def has_one_added(name: str, fields: Mapping[str, Any]) -> bool:
+    """Whether llama.cpp's converter has added one to a tensor, as Gemma's norms do when they are used."""
+    return fields["general.architecture"] == "gemma3" and name.endswith("norm.weight")
+
+
+def read(source: Path) -> tuple[Any, Fields]:
     """Return gguf's reader of a file, and the file's fields. Raises CorruptWeights."""
-    from gguf import GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+
+    class Reader(GGUFReader):
+        """Names the tensor that lies beyond the end of a file."""
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            for field in fields:
+                _, name, _, shape, kind, begin = field.parts
+                inputs, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind[0])]
+                end = start_offs + int(begin[0]) + math.prod(int(length) for length in shape) // inputs * size
+                if end > len(self.data):
+                    raise ValueError(f"{bytes(name).decode()} ends at byte {end:,} of {len(self.data):,}")
+            super()._build_tensors(start_offs, fields)
 
     try:
-        reader = GGUFReader(source)
-        return reader, {name: field.contents() for name, field in reader.fields.items()}
+        reader = Reader(source)
+        return reader, Fields(source, {name: field.contents() for name, field in reader.fields.items()})
     except (ValueError, KeyError, IndexError, OSError) as error:
         raise CorruptWeights(f"{source} can't be read as GGUF: {error}; fetch it again") from error
 
 
-def _opened(source: Path) -> tuple[Any, dict[str, Any]]:
-    reader, fields = read(source)
-    if (architecture := fields.get("general.architecture")) not in _CLASSES:
-        raise UnsupportedModel(f"{source.name} is of the architecture {architecture!r}; known: {', '.join(_CLASSES)}")
-    config = _config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
-    factors = [tensor.data for tensor in reader.tensors if tensor.name == FREQUENCIES]
-    if factors:
-        # Llama 3.1 stretches its waves. llama.cpp has computed by how much, for each of them.
-        numbers = [float(factor) for factor in factors[0]]
-        scaling = {"rope_type": "longrope", "long_factor": numbers, "short_factor": numbers, "attention_factor": 1.0}
-        config["rope_scaling"] = scaling
-    return reader, config
+def _config(reader: Any, fields: Fields) -> dict[str, Any]:
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = {meant: [float(one) for one in tensors[name].data] for name, meant in FACTORS.items() if name in tensors}
+    return config(fields, "output.weight" not in tensors, factors)
 
 
-def _write_all(reader: Any, config: Mapping[str, Any], sampling: Mapping[str, Any], out: Path) -> None:
-    fields = {name: field.contents() for name, field in reader.fields.items()}
+def _write_all(fields: Fields, config: Mapping[str, Any], sampling: Mapping[str, Any], out: Path) -> None:
     out.mkdir()
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    stops = [ends.get("eos_token_id"), fields.token("eot")]
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    stops += [tokens.index(end) for end in _ENDS_OF_TURNS if end in tokens]
+    if len(stops := list(dict.fromkeys(stop for stop in stops if stop is not None))) > 1:
+        ends["eos_token_id"] = stops
     _write(out / "config.json", config)
     _write(out / "generation_config.json", {**ends, **sampling})
     gguf_tokenizer.write(fields, out)
 
 
-def _config(fields: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-    architecture = fields["general.architecture"]
-    own = {name.removeprefix(f"{architecture}."): value for name, value in fields.items()}
-    heads, hidden = own["attention.head_count"], own["embedding_length"]
-    if (scaling := own.get("rope.scaling.type", "none")) != "none":
-        raise UnsupportedModel(f"rotary embedding scaled as {scaling!r} is not read from GGUF")
-    config = {
-        "architectures": [_CLASSES[architecture]],
-        "model_type": architecture,
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "hidden_size": hidden,
-        "intermediate_size": own["feed_forward_length"],
-        "num_hidden_layers": own["block_count"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": own.get("attention.head_count_kv", heads),
-        "head_dim": own.get("attention.key_length", hidden // heads),
-        "max_position_embeddings": own["context_length"],
-        # As float32: the shortest number that means it, 1e-05 and not 9.999999747378752e-06.
-        "rms_norm_eps": float(str(np.float32(own["attention.layer_norm_rms_epsilon"]))),
-        "rope_theta": float(own.get("rope.freq_base", 10_000.0)),
-        "hidden_act": "silu",
-        "tie_word_embeddings": tied,
-        "dtype": "bfloat16",
-    }
-    ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    return config | {
-        name: fields[field] for name, kind in ids.items() if (field := f"tokenizer.ggml.{kind}_token_id") in fields
-    }
-
-
-def _weights(reader: Any) -> Iterator[tuple[str, NDArray[np.uint16]]]:
+def _weights(reader: Any, fields: Fields) -> Iterator[tuple[str, NDArray[np.uint16]]]:
     """Yield the tensors by their names in Hugging Face's layout, as bfloat16."""
     from gguf.quants import dequantize
 
-    fields = {name: field.contents() for name, field in reader.fields.items()}
     for tensor in reader.tensors:
-        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if (heads := heads_of(tensor.name, fields)) is not None:
-            weight = halves(weight, heads)
-        yield hf_name(tensor.name, fields["general.architecture"]), bfloat16(weight)
+        if tensor.name not in FACTORS:
+            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            yield hf_name(tensor.name, fields.architecture), bfloat16(as_published(tensor.name, weight, fields))
+
+
+def as_published(name: str, weight: NDArray[Any], fields: Mapping[str, Any]) -> NDArray[Any]:
+    """Undo what llama.cpp's converter does to a tensor."""
+    if (heads := heads_of(name, fields)) is not None:
+        return halves(weight, heads)
+    return weight - 1 if has_one_added(name, fields) else weight
 
 
 def halves(weight: NDArray[Any], heads: int) -> NDArray[Any]:

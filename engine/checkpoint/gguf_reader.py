@@ -37,8 +37,8 @@ class GgufTensors:
         reader, self._fields = from_gguf.read(path)
         self._tensors: dict[str, Any] = {}
         for tensor in reader.tensors:
-            if tensor.name != from_gguf.FREQUENCIES:
-                self._tensors[from_gguf.hf_name(tensor.name, self._fields["general.architecture"])] = tensor
+            if tensor.name not in from_gguf.FACTORS:
+                self._tensors[from_gguf.hf_name(tensor.name, self._fields.architecture)] = tensor
         embedding = self._tensors.get(_EMBEDDING)
         if embedding is not None and embedding.tensor_type.name in from_gguf.CODES:
             self._tensors.setdefault(_HEAD, embedding)
@@ -51,7 +51,10 @@ class GgufTensors:
         kind = tensor.tensor_type.name
         if self._stays(name):
             return _Slice(tensor.data.shape, torch.uint8)
-        return _Slice(tuple(int(size) for size in reversed(tensor.shape)), _FLOATS.get(kind, torch.float32))
+        dtype = _FLOATS.get(kind, torch.float32)
+        if from_gguf.has_one_added(tensor.name, self._fields):
+            dtype = torch.float32
+        return _Slice(tuple(int(size) for size in reversed(tensor.shape)), dtype)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         from gguf.quants import dequantize
@@ -60,9 +63,7 @@ class GgufTensors:
         data = tensor.data
         if like.dtype == torch.float32:
             data = dequantize(data, tensor.tensor_type).astype(np.float32)
-        if (heads := from_gguf.heads_of(tensor.name, self._fields)) is not None:
-            data = from_gguf.halves(data, heads)
-        read = torch.from_numpy(np.array(data))
+        read = torch.from_numpy(np.array(from_gguf.as_published(tensor.name, data, self._fields)))
         return read.view(like.dtype).reshape(like.shape)
 
     def _stays(self, name: str) -> bool:

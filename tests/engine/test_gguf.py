@@ -1,6 +1,7 @@
 """GGUF files on our own engine: the numbers that the package `gguf` makes of them, and the tokens of those numbers."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -46,8 +47,11 @@ def packed(weight: NDArray[np.float32], kind: str) -> NDArray[np.generic]:
     return blocks.reshape(weight.shape[0], -1)
 
 
-def write(file: Path, kind: str, *, tied: bool = True, factors: bool = False, pre: str = "llama-bpe") -> Path:
-    """A Llama with all its matrices in `kind`. In "Q4_K and Q6_K" the embedding and `ffn_down` are in the latter."""
+def write(
+    file: Path, kind: str, *, tied: bool = True, factors: bool = False, fields: Mapping[str, object] | None = None
+) -> Path:
+    """A Llama with all its matrices in `kind`. In "Q4_K and Q6_K" the embedding and `ffn_down` are in the latter.
+    `fields` are others than those of this model; None leaves one out."""
     out = gguf.GGUFWriter(file, "llama")
     out.add_context_length(512)
     out.add_embedding_length(HIDDEN)
@@ -57,13 +61,25 @@ def write(file: Path, kind: str, *, tied: bool = True, factors: bool = False, pr
     out.add_head_count_kv(KV_HEADS)
     out.add_layer_norm_rms_eps(1e-5)
     out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre(pre)
+    out.add_tokenizer_pre("llama-bpe")
     out.add_token_list(TOKENS)
     out.add_token_types([3] + [1] * (len(TOKENS) - 1))
     out.add_token_merges(["a b"])
     out.add_bos_token_id(0)
     out.add_eos_token_id(0)
     out.add_chat_template("{{ messages[0]['content'] }}")
+    for name, value in (fields or {}).items():
+        out.kv_data[0].pop(name, None)
+        match value:
+            case None:
+                pass
+            case list():
+                out.add_array(name, value)
+            case str():
+                out.add_string(name, value)
+            case _:
+                assert isinstance(value, int)
+                out.add_uint32(name, value)
     key_values = HIDDEN * KV_HEADS // HEADS
     shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (key_values, HIDDEN), "attn_v": (key_values, HIDDEN)}
     shapes |= {"attn_output": (HIDDEN, HIDDEN), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN)}
@@ -100,12 +116,10 @@ def dense(file: Path, folder: Path) -> Path:
     reader, fields = from_gguf.read(file)
     tensors: dict[str, torch.Tensor] = {}
     for tensor in reader.tensors:
-        if tensor.name == from_gguf.FREQUENCIES:
-            continue
-        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        if (heads := from_gguf.heads_of(tensor.name, fields)) is not None:
-            weight = from_gguf.halves(weight, heads)
-        tensors[from_gguf.hf_name(tensor.name, "llama")] = torch.from_numpy(weight)
+        if tensor.name not in from_gguf.FACTORS:
+            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+            weight = from_gguf.as_published(tensor.name, weight, fields)
+            tensors[from_gguf.hf_name(tensor.name, fields.architecture)] = torch.from_numpy(weight)
     from_gguf.convert(file, folder, {})
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -126,21 +140,55 @@ def test_tokens_are_those_of_the_same_numbers_in_safetensors(kind: str, tied: bo
     assert_same_tokens(generate(ours, prompt, 40, [16, 1, 30]), expected, gaps)
 
 
-def from_transformers(folder: Path, architecture: str, file: Path) -> Path:
-    """Write the checkpoint of a folder as GGUF in F32, with the names that the package knows."""
+LINEAR = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+OTHERS = {
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen3": ("qwen3", "qwen3", {}),
+    "mistral": ("llama", "mistral", {}),
+    "mistral-window": ("llama", "mistral-window", {}),
+    "gemma3": ("gemma3", "gemma3", {"query_pre_attn_scalar": 32}),
+    "gemma3-linear": ("gemma3", "gemma3", {"query_pre_attn_scalar": 32, "rope_parameters": LINEAR}),
+    "phi3": ("phi3", "phi3", {}),
+    "phi3-longrope": ("phi3", "phi3-longrope", {}),
+}
+"""GGUF's names of architectures, recipes, and settings that a file can say."""
+
+
+def from_transformers(folder: Path, architecture: str, file: Path, kind: str = "F32") -> Path:
+    """Write the checkpoint of a folder as llama.cpp's converter does, with all matrices in `kind`."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "config.json").read_text())
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    ropes = config["rope_parameters"]
+    rope = ropes.get("full_attention", ropes)
     out = gguf.GGUFWriter(file, architecture)
     out.add_context_length(config["max_position_embeddings"])
     out.add_embedding_length(config["hidden_size"])
     out.add_block_count(config["num_hidden_layers"])
     out.add_feed_forward_length(config["intermediate_size"])
-    out.add_head_count(config["num_attention_heads"])
-    out.add_head_count_kv(config["num_key_value_heads"])
-    out.add_key_length(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    out.add_head_count(heads["q_proj"])
+    out.add_head_count_kv(heads["k_proj"])
+    out.add_key_length(head_dim)
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    out.add_rope_freq_base(rope["rope_theta"])
+    out.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if window := config.get("sliding_window"):
+        out.add_sliding_window(window)
+    if architecture == "gemma3":
+        out.add_sliding_window_pattern(2)
+        if rope["rope_type"] == "linear":
+            out.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            out.add_rope_scaling_factor(rope["factor"])
+    if architecture == "phi3":
+        out.add_rope_scaling_orig_ctx_len(config.get("original_max_position_embeddings", 4096))
+        for name in ("long", "short"):
+            if factors := rope.get(f"{name}_factor"):
+                out.add_tensor(f"rope_factors_{name}.weight", np.array(factors, np.float32))
     out.add_tokenizer_model("gpt2")
     out.add_tokenizer_pre("qwen2")
     tokens = TOKENS[: config["vocab_size"]]
@@ -148,12 +196,20 @@ def from_transformers(folder: Path, architecture: str, file: Path) -> Path:
     out.add_token_types([3] + [1] * (len(tokens) - 1))
     out.add_token_merges(["a b"])
     out.add_eos_token_id(config["eos_token_id"])
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    out.add_pad_token_id(config["pad_token_id"])
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     for name, tensor in load_file(folder / "model.safetensors").items():
-        theirs = names.get_name(name, (".weight", ".bias"))
+        theirs, weight = names.get_name(name, (".weight", ".bias")), tensor.numpy()
         assert theirs is not None, name
-        out.add_tensor(theirs, tensor.numpy())
+        if architecture == "llama" and (count := heads.get(name.split(".")[-2])):
+            weight = weight.reshape(count, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            weight = weight + 1
+        if weight.ndim > 1:
+            out.add_tensor(theirs, packed(weight, kind), raw_dtype=Kind[kind])
+        else:
+            out.add_tensor(theirs, weight)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -162,13 +218,30 @@ def from_transformers(folder: Path, architecture: str, file: Path) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])
-def test_other_architectures_have_the_tokens_of_transformers(architecture: str, tied: bool, home: Path):
-    theirs = checkpoints.make(architecture, home / "theirs", tie_word_embeddings=tied)
+@pytest.mark.parametrize("model", OTHERS)
+def test_other_architectures_have_the_tokens_of_transformers(model: str, tied: bool, home: Path):
+    architecture, recipe, settings = OTHERS[model]
+    theirs = checkpoints.make(recipe, home / "theirs", tie_word_embeddings=tied, **settings)
     ours = load(hub.resolve(str(from_transformers(theirs, architecture, home / "model.gguf"))))
     prompt = prompt_of(70, seed=6)
     expected, gaps = checkpoints.reference(theirs).generate(prompt, 40)
     assert_same_tokens(generate(ours, prompt, 40, [16, 1, 30]), expected, gaps)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("model", OTHERS)
+def test_other_architectures_stay_codes(model: str, kind: str, home: Path):
+    architecture, recipe, settings = OTHERS[model]
+    theirs = checkpoints.make(recipe, home / "theirs", **settings)
+    file = from_transformers(theirs, architecture, home / "model.gguf", kind)
+    ours = load(hub.resolve(str(file)))
+    prompt = prompt_of(70, seed=6)
+    expected, gaps = checkpoints.reference(dense(file, home / "dense")).generate(prompt, 40)
+    assert_same_tokens(generate(ours, prompt, 40, [16, 1, 30]), expected, gaps)
+    assert json.loads((home / "dense" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]  # and <|end|>
+    if build.can_compile():
+        assert ours._native is not None
+        assert ours._native.forms == {"int8" if kind == "Q8_0" else "int4"}
 
 
 @pytest.mark.parametrize(("architecture", "tensor"), [("qwen3", "attn_q.bias"), ("qwen2", "attn_q_norm.weight")])
@@ -231,9 +304,37 @@ def test_a_truncated_file_is_refused_by_name(size: int, home: Path):
         hub.resolve(str(file))
 
 
+def test_a_tensor_beyond_the_end_is_refused_by_name(home: Path):
+    file = write(home / "model.gguf", "Q4_0")
+    file.write_bytes(file.read_bytes()[:-1_000])
+    with pytest.raises(CorruptWeights, match=r"token_embd\.weight ends at byte [\d,]+ of [\d,]+; fetch it again"):
+        hub.resolve(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("llama.feed_forward_length", INNER + 1, r"gate_proj\.weight has shape \[512, 144\], its config says \[513"),
+        ("llama.block_count", LAYERS + 1, rf"no tensor model\.layers\.{LAYERS}\."),
+        ("llama.attention.head_count", [HEADS, HEADS], r"llama\.attention\.head_count is \[8, 8\]; a number"),
+        ("llama.attention.head_count", 0, "0 heads of 256"),
+        ("llama.embedding_length", None, r"model\.gguf has no field llama\.embedding_length"),
+        ("llama.rope.dimension_count", 8, "rotates 8 of 32"),
+        ("llama.rope.scaling.type", "yarn", "'yarn' is not read"),
+        ("tokenizer.ggml.eos_token_id", 5_000, "the eos token is 5000, and there are 1024"),
+        ("tokenizer.ggml.token_type", [1, 1], "1024 tokens and types of 2"),
+        ("tokenizer.ggml.merges", ["a q"], "its tokenizer can't be made"),
+        ("general.architecture", "falcon", "'falcon'; known: llama, qwen2, qwen3, gemma3, phi3"),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused_by_name(name: str, value: object, says: str, home: Path):
+    with pytest.raises((CorruptWeights, UnsupportedModel), match=says):
+        load(hub.resolve(str(write(home / "model.gguf", "Q4_0", fields={name: value}))))
+
+
 def test_another_tokenizer_is_refused_by_name(home: Path):
     with pytest.raises(UnsupportedModel, match="falcon"):
-        hub.resolve(str(write(home / "model.gguf", "F32", pre="falcon")))
+        hub.resolve(str(write(home / "model.gguf", "F32", fields={"tokenizer.ggml.pre": "falcon"})))
 
 
 def test_words_are_those_of_llama_3(home: Path):
