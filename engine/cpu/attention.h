@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "kernels.h"
+#include "tiles.h"
 
 namespace baton {
 
@@ -20,14 +20,17 @@ constexpr int kKeys = 64;      // to a block
 constexpr int kSegment = 512;  // positions
 constexpr int kFew = 24;       // queries
 constexpr int kMostHeadDim = 256;
-constexpr int kVectors = 3;               // of many queries that attend together
-constexpr int kWide = kVectors * kLanes;  // so many
-constexpr int kWides = 4;                 // groups of them that share a block
+constexpr int kVectors = kHasTiles ? 2 : 3;  // of many queries that attend together
+constexpr int kWide = kVectors * kLanes;     // so many
+constexpr int kWides = kHasTiles ? 8 : 4;    // groups of them that share a block
 constexpr int kVectorsAtOnce = kMany ? kVectors : 1;  // of those, in registers at a time: 8 × 3 sums or 4,
-constexpr int kElements = kMany ? 8 : 4;              // with so many keys, or numbers of a head
-constexpr int kScoredAtOnce = kMany ? 12 : 4;         // few queries that share 16 keys in registers,
-constexpr int kScoredWide = kMany ? 6 : 0;            // or 64, so that one query's sums don't wait for each other,
-constexpr int kGatheredAtOnce = kMany ? 12 : 4;       // and some numbers of values
+template <class T>
+constexpr int kElements = kMany && !kApart<T> ? 8 : 4;  // with so many keys, or numbers of a head
+constexpr int kScoredAtOnce = kMany ? 12 : 4;           // few queries that share 16 keys in registers,
+template <class T>  // or with many registers 64, so that one query's sums don't wait for each other,
+constexpr int kScoredWide = kApart<T> ? 3 : 6;
+constexpr int kGatheredAtOnce = kMany ? 12 : 4;         // and some numbers of values
+static_assert(!kHasTiles || kWide == kTiledRows);
 
 alignas(64) const float kZeros[kMostHeadDim] = {};
 
@@ -89,9 +92,9 @@ struct Ahead {
   }
 };
 
-// Up to 48 queries and what is known of their output. The lanes in use fill `vectors` vectors.
+// Up to 48 queries, or with tiles 32, and what is known of their output. The lanes in use fill `vectors` vectors.
 struct Lanes {
-  alignas(64) uint32_t queries[kMostHeadDim * kWide];  // [words of a head][48]
+  alignas(64) uint32_t queries[kMostHeadDim * kWide];  // [words of a head][48], with zeros up to a multiple of 16 words
   alignas(64) float output[kMostHeadDim * kWide];      // [head_dim][48], of this segment, not divided by `sum`
   alignas(64) float folded[kMostHeadDim * kWide];      // likewise of those before
   alignas(64) int32_t last[kWide];                     // the last position that each one sees
@@ -108,7 +111,9 @@ struct Scratch {
   Ahead ahead;
   alignas(64) float scores[kKeys * kWide];                // [64][48], or of few queries [queries][64]
   alignas(64) uint32_t weights[kKeys * kWide];            // [words of keys][48], or [queries][64 numbers]
-  alignas(64) uint32_t columns[kKeys * kMostHeadDim];     // values [words of keys][head_dim], or keys [4][words][16]
+  alignas(64) uint32_t columns[kKeys * kMostHeadDim];     // values [words of keys][head_dim] or for tiles [head_dim][words
+                                                          // of keys], or keys [4][words][16]
+  alignas(64) uint32_t rows[kKeys * kMostHeadDim / 2];    // keys for tiles, [64][padded]
   alignas(64) float part[kFew * (kMostHeadDim + 2)];      // what few queries come to
   alignas(64) float numbers[2 * kKeys * kMostHeadDim];    // keys and values of a block whose pages hold codes
   float shrink[kFew];
@@ -256,10 +261,11 @@ struct Attention {
       into_columns(scratch.keys + piece * kLanes, scratch.columns + piece * size);
     const int64_t lines = (scratch.ahead.lines / 2 + words() - 1) / words();
     const int64_t stride = shape.padded();
-    if (count <= kScoredWide && pieces > 1)
-      return with_count<kScoredWide>(count, [&](auto some) {
-        dots<some, 4>(from, stride, scratch.columns, size, scratch.scores, scratch.ahead, lines);
-      });
+    if constexpr (kMany)
+      if (count <= kScoredWide<T> && pieces > 1)
+        return with_count<kScoredWide<T>>(count, [&](auto some) {
+          dots<some, 4>(from, stride, scratch.columns, size, scratch.scores, scratch.ahead, lines);
+        });
     for (int piece = 0; piece < pieces; ++piece)
       for (int64_t q = 0; q < count; q += kScoredAtOnce)
         with_count<kScoredAtOnce>(count - q, [&](auto some) {
@@ -277,7 +283,7 @@ struct Attention {
     for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) sum[q][p] = zeros();
-    for (int w = 0; w < words(); ++w) {
+    add_words<T>(words(), sum, [&](int64_t w, Part<T>(&part)[Q][P]) {
       Factors<T> column[P];
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) column[p] = factors<T>(load_words(columns + p * size + w * kLanes));
@@ -286,9 +292,9 @@ struct Attention {
       for (int q = 0; q < Q; ++q) {
         const Factors<T> word = kept(T{}, query + q * stride, w);
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) sum[q][p] = add_products(T{}, column[p], word, sum[q][p]);
+        for (int p = 0; p < P; ++p) part[q][p] = add_products(T{}, column[p], word, part[q][p]);
       }
-    }
+    });
 #pragma GCC unroll 16
     for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 4
@@ -355,7 +361,7 @@ struct Attention {
       for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 2
         for (int v = 0; v < kBeside; ++v) sum[q][v] = load16(part + q * padded + i + v * kLanes) * filled(shrink[q]);
-      for (int cell = 0; cell < cells; ++cell) {
+      add_words<T>(cells, sum, [&](int64_t cell, Part<T>(&part)[Q][kBeside]) {
         scratch.ahead.ask(lines);
         Factors<T> value[kBeside];
         load_beside(values + cell * kWord<T>, i, shape.head_dim - i, value);
@@ -363,9 +369,9 @@ struct Attention {
         for (int q = 0; q < Q; ++q) {
           const Factors<T> weight = kept(T{}, weights + q * kKeys, cell);
 #pragma GCC unroll 2
-          for (int v = 0; v < kBeside; ++v) sum[q][v] = add_products(T{}, value[v], weight, sum[q][v]);
+          for (int v = 0; v < kBeside; ++v) part[q][v] = add_products(T{}, value[v], weight, part[q][v]);
         }
-      }
+      });
 #pragma GCC unroll 16
       for (int q = 0; q < Q; ++q)
 #pragma GCC unroll 2
@@ -408,8 +414,9 @@ struct Attention {
 
   // --- many queries ---------------------------------------------------------------------------------------------------
 
-  // Queries `first` to `last` − 1 of one KV head, at most 192, over all that they see.
-  void attend_many(const Run& run, int64_t head, int64_t first, int64_t last, Scratch& scratch) const {
+  // Queries `first` to `last` − 1 of one KV head, at most kWides · kWide, over all that they see.
+  void attend_many(const Run& run, int64_t head, int64_t first, int64_t last, Scratch& scratch, Tiles& tiles) const {
+    const bool tiled = kApart<T> && tiles.allowed();
     int groups = 0;
     for (int64_t query = first; query < last; query += kWide, ++groups)
       begin(scratch.lanes[groups], run, head, query, least(last - query, kWide));
@@ -418,17 +425,24 @@ struct Attention {
     for (int64_t position = from / kKeys * kKeys; position < end_position; position += kKeys) {
       const int64_t end = least(position + kKeys, end_position), next_end = least(position + 2 * kKeys, end_position);
       const int count = static_cast<int>(end - position);
-      const int tiled = static_cast<int>(round_up(count, kElements));
+      const int keys = static_cast<int>(round_up(count, kElements<T>));
       find(run, head, position, std::max(position, from), end, scratch);
       look(run, head, position + kKeys, next_end, scratch.ahead);
-      const int64_t tiles = groups * tiled / kElements, lines = (scratch.ahead.lines + tiles - 1) / tiles;
+      const int64_t parts = groups * (tiled ? 2 : keys / kElements<T>), lines = (scratch.ahead.lines + parts - 1) / parts;
       const auto* values = reinterpret_cast<const T* const*>(scratch.values);
-      for (int i = 0; i < tiled; i += 2)
-        pack_values(scratch.columns + i / kWord<T> * shape.head_dim, values[i], values[i + 1]);
+      if (tiled)
+        into_tiles(scratch);
+      else
+        for (int i = 0; i < keys; i += 2)
+          pack_values(scratch.columns + i / kWord<T> * shape.head_dim, values[i], values[i + 1]);
       for (int i = 0; i < groups; ++i) {
         Lanes& lanes = scratch.lanes[i];
         if (position > lanes.last_position || end <= first_seen(lanes.first_position)) continue;
-        step(lanes, scratch, position, static_cast<int>(least(lanes.last_position + 1 - position, count)), lines);
+        const int seen = static_cast<int>(least(lanes.last_position + 1 - position, count));
+        if (tiled)
+          step_in_tiles(lanes, scratch, position, seen, lines, tiles);
+        else
+          step(lanes, scratch, position, seen, lines);
       }
       if ((position + kKeys) % kSegment == 0 || next_end == end)
         for (int i = 0; i < groups; ++i) fold(scratch.lanes[i]);
@@ -440,7 +454,7 @@ struct Attention {
   }
 
   void begin(Lanes& lanes, const Run& run, int64_t head, int64_t first, int64_t count) const {
-    lanes.vectors = static_cast<int>((count + kLanes - 1) / kLanes);
+    lanes.vectors = kHasTiles && kApart<T> ? kVectors : static_cast<int>((count + kLanes - 1) / kLanes);
     lanes.first_position = run.position + first / shape.group();
     lanes.last_position = run.position + (first + count - 1) / shape.group();
     const T* const from = queries_of(run, head);
@@ -456,14 +470,13 @@ struct Attention {
         Words block[kLanes];
         for (int i = 0; i < kLanes; ++i) block[i] = load_words(static_cast<const uint32_t*>(rows[i]) + w, words() - w);
         transpose(block);
-        for (int i = 0; i < kLanes && w + i < words(); ++i)
-          store_words(lanes.queries + (w + i) * kWide + v * kLanes, block[i]);
+        for (int i = 0; i < kLanes; ++i) store_words(lanes.queries + (w + i) * kWide + v * kLanes, block[i]);
       }
       for (int i = v * kLanes; i < 2 * kWide; i += kWide) {
         store16(lanes.most + i, filled(kNever));
         store16(lanes.sum + i, zeros());
       }
-      for (int i = 0; i < shape.head_dim; ++i) {
+      for (int i = 0; i < shape.padded(); ++i) {
         store16(lanes.output + i * kWide + v * kLanes, zeros());
         store16(lanes.folded + i * kWide + v * kLanes, zeros());
       }
@@ -472,8 +485,8 @@ struct Attention {
 
   // `lines` of what is needed next are asked for with each tile of scores.
   void step(Lanes& lanes, Scratch& scratch, int64_t first, int count, int64_t lines) const {
-    const int tiled = static_cast<int>(round_up(count, kElements));
-    for (int i = 0; i < tiled; i += kElements) {
+    const int keys = static_cast<int>(round_up(count, kElements<T>));
+    for (int i = 0; i < keys; i += kElements<T>) {
       scratch.ahead.ask(lines);
       by_vectors(lanes.vectors, [&](int v, auto vectors) {
         score<vectors>(scratch.keys + i, lanes.queries + v * kLanes, scratch.scores + i * kWide + v * kLanes);
@@ -481,9 +494,47 @@ struct Attention {
     }
     soften(lanes, scratch, first, count);
     by_vectors(lanes.vectors, [&](int v, auto vectors) {
-      weigh<vectors>(scratch.columns, scratch.weights + v * kLanes, tiled / kWord<T>, lanes.shrink + v * kLanes,
+      weigh<vectors>(scratch.columns, scratch.weights + v * kLanes, keys / kWord<T>, lanes.shrink + v * kLanes,
                      lanes.output + v * kLanes);
     });
+  }
+
+  // The same in tiles of AMX.
+  void step_in_tiles(Lanes& lanes, Scratch& scratch, int64_t first, int count, int64_t lines, Tiles& tiles) const {
+    const int64_t padded = shape.padded(), halves = (count + kTiledRows - 1) / kTiledRows;
+    for (int64_t i = 0; i < halves; ++i) {
+      scratch.ahead.ask(lines);
+      tiles.multiply_square(lanes.queries, scratch.rows + i * kTiledRows * padded / 2, padded / 2, padded / 2 / kSpan, true,
+                            scratch.scores + i * kTiledRows * kWide);
+    }
+    soften(lanes, scratch, first, count);
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats shrink = load16(lanes.shrink + v * kLanes);
+      for (float* to = lanes.output + v * kLanes; to < lanes.output + shape.head_dim * kWide; to += kWide)
+        store16(to, load16(to) * shrink);
+    }
+    for (int64_t i = 0; i < padded; i += kTiledRows)
+      tiles.multiply_square(scratch.weights, scratch.columns + i * (kKeys / 2), kKeys / 2, halves, false,
+                            lanes.output + i * kWide);
+  }
+
+  // Keys of a block into rows side by side, and its values into rows of a number of the head each.
+  void into_tiles(Scratch& scratch) const {
+    const int64_t padded = shape.padded();
+    for (int key = 0; key < kKeys; ++key)
+      for (int64_t w = 0; w < padded / 2; w += kLanes)
+        store_words(scratch.rows + key * padded / 2 + w,
+                    load_words(static_cast<const uint32_t*>(scratch.keys[key]) + w, words() - w));
+    const auto* values = reinterpret_cast<const bf16* const*>(scratch.values);
+    for (int64_t i = 0; i < padded; i += kLanes)
+      for (int key = 0; key < kKeys; key += 2 * kLanes) {
+        Words x[kLanes];
+#pragma GCC unroll 16
+        for (int k = 0; k < kLanes; ++k) x[k] = beside(values[key + 2 * k] + i, values[key + 2 * k + 1] + i, shape.head_dim - i);
+        transpose(x);
+#pragma GCC unroll 16
+        for (int k = 0; k < kLanes; ++k) store_words(scratch.columns + (i + k) * (kKeys / 2) + key / 2, x[k]);
+      }
   }
 
   // Calls work(first, V) until `vectors` are done, V of them at a time, which is a constant.
@@ -493,27 +544,27 @@ struct Attention {
       with_count<kVectorsAtOnce>(vectors - first, [&](auto some) { work(first, some); });
   }
 
-  // V vectors of queries times kElements keys.
+  // V vectors of queries times kElements<T> keys.
   template <int V>
   void score(const void* const* keys, const uint32_t* query, float* scores) const {
-    Floats sums[kElements][V];
-    const int32_t* rows[kElements];
+    Floats sums[kElements<T>][V];
+    const int32_t* rows[kElements<T>];
 #pragma GCC unroll 8
-    for (int key = 0; key < kElements; ++key) {
+    for (int key = 0; key < kElements<T>; ++key) {
       rows[key] = static_cast<const int32_t*>(keys[key]);
       for (int v = 0; v < V; ++v) sums[key][v] = zeros();
     }
-    for (int w = 0; w < words(); ++w) {
+    add_words<T>(words(), sums, [&](int64_t w, Part<T>(&part)[kElements<T>][V]) {
       Factors<T> word[V];
       for (int v = 0; v < V; ++v) word[v] = factors<T>(load_words(query + w * kWide + v * kLanes));
 #pragma GCC unroll 8
-      for (int key = 0; key < kElements; ++key) {
+      for (int key = 0; key < kElements<T>; ++key) {
         const Factors<T> all = factors<T>(filled(rows[key][w]));
-        for (int v = 0; v < V; ++v) sums[key][v] = add_products(T{}, all, word[v], sums[key][v]);
+        for (int v = 0; v < V; ++v) part[key][v] = add_products(T{}, all, word[v], part[key][v]);
       }
-    }
+    });
 #pragma GCC unroll 8
-    for (int key = 0; key < kElements; ++key)
+    for (int key = 0; key < kElements<T>; ++key)
       for (int v = 0; v < V; ++v) store16(scores + key * kWide + v * kLanes, sums[key][v]);
   }
 
@@ -521,24 +572,24 @@ struct Attention {
   template <int V>
   void weigh(const uint32_t* values, const uint32_t* weights, int cells, const float* shrink, float* to) const {
     const int head_dim = static_cast<int>(shape.head_dim);
-    for (int element = 0; element < head_dim; element += kElements) {
-      Floats sums[kElements][V];
+    for (int element = 0; element < head_dim; element += kElements<T>) {
+      Floats sums[kElements<T>][V];
 #pragma GCC unroll 8
-      for (int i = 0; i < kElements; ++i)
+      for (int i = 0; i < kElements<T>; ++i)
         for (int v = 0; v < V; ++v)
           sums[i][v] = load16(to + (element + i) * kWide + v * kLanes) * load16(shrink + v * kLanes);
-      for (int cell = 0; cell < cells; ++cell) {
+      add_words<T>(cells, sums, [&](int64_t cell, Part<T>(&part)[kElements<T>][V]) {
         const uint32_t* value = values + cell * head_dim + element;
         Factors<T> weight[V];
         for (int v = 0; v < V; ++v) weight[v] = factors<T>(load_words(weights + cell * kWide + v * kLanes));
 #pragma GCC unroll 8
-        for (int i = 0; i < kElements; ++i) {
+        for (int i = 0; i < kElements<T>; ++i) {
           const Factors<T> all = factors<T>(filled(static_cast<int32_t>(value[i])));
-          for (int v = 0; v < V; ++v) sums[i][v] = add_products(T{}, all, weight[v], sums[i][v]);
+          for (int v = 0; v < V; ++v) part[i][v] = add_products(T{}, all, weight[v], part[i][v]);
         }
-      }
+      });
 #pragma GCC unroll 8
-      for (int i = 0; i < kElements; ++i)
+      for (int i = 0; i < kElements<T>; ++i)
         for (int v = 0; v < V; ++v) store16(to + (element + i) * kWide + v * kLanes, sums[i][v]);
     }
   }
@@ -557,11 +608,11 @@ struct Attention {
       float* const column = scratch.scores + v * kLanes;
       Floats most = filled(kNever);
       if (all_seen) {
-        Floats each[kElements];  // so that no maximum waits for the one before
-        for (int i = 0; i < kElements; ++i) each[i] = load16(column + i * kWide);
-        for (const float* tile = column + kElements * kWide; tile < column + kKeys * kWide; tile += kElements * kWide)
+        Floats each[kElements<T>];  // so that no maximum waits for the one before
+        for (int i = 0; i < kElements<T>; ++i) each[i] = load16(column + i * kWide);
+        for (const float* tile = column + kElements<T> * kWide; tile < column + kKeys * kWide; tile += kElements<T> * kWide)
 #pragma GCC unroll 8
-          for (int i = 0; i < kElements; ++i) each[i] = max(each[i], load16(tile + i * kWide));
+          for (int i = 0; i < kElements<T>; ++i) each[i] = max(each[i], load16(tile + i * kWide));
         for (const Floats one : each) most = max(most, one);
       } else {
         const Words last = load_words(lanes.last + v * kLanes);
@@ -614,8 +665,11 @@ struct Attention {
   void pack_values(uint32_t* to, const bf16* first, const bf16* second) const {
     for (int64_t i = 0; i < shape.head_dim; i += kLanes) {
       const int64_t left = shape.head_dim - i;
-      store_words(to + i, load_halves(first + i, left) | shifted_left<16>(load_halves(second + i, left)), left);
+      store_words(to + i, beside(first + i, second + i, left), left);
     }
+  }
+  static Words beside(const bf16* first, const bf16* second, int64_t count) {
+    return load_halves(first, count) | shifted_left<16>(load_halves(second, count));
   }
   void pack_values(uint32_t* to, const float* first, const float* second) const {
     std::memcpy(to, first, size_t(shape.head_dim) * sizeof(float));

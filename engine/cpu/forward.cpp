@@ -47,6 +47,7 @@ constexpr int64_t kTilesFrom = 5;     // rows that are multiplied in tiles of AM
 constexpr int64_t kCodeTilesFrom = 8;   // likewise with codes
 constexpr int64_t kTilesAhead = 16384;  // bytes of weights that are asked for before they are read
 constexpr int64_t kCodesAhead = 8192;  // bytes of codes that are asked for before they are read
+constexpr int64_t kLeastGroup = 16;  // inputs
 constexpr int64_t kBlockInputs = 128;  // of codes that are made factors at a time, for many rows; groups are no larger
 static_assert(kBlockInputs >= 2 * kBlockSteps);
 
@@ -286,20 +287,24 @@ struct Scales {
   }
 };
 
+// What the inputs of each row's groups come to, for minimums; rows are `stride` apart.
+struct Totals {
+  const float* at;
+  int64_t stride;
+};
+
 template <class T>
-Floats total(const T* x, int64_t count) {
+float total(const T* x, int64_t count) {
   Floats sum = zeros();
   for (int64_t i = 0; i < count; i += kLanes) sum = sum + load16(x + i);
-  return filled(sum_of(sum));
+  return sum_of(sum);
 }
 
 // One pass of R rows over a group of a tile. `sums` is [R][kTile].
 template <class T, int R, class From>
-void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, int64_t group, bool first, float* sums) {
+void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, const Totals& totals, int64_t group, bool first,
+                float* sums) {
   constexpr int V = kColumns<T, R>;
-  Floats inputs[R];  // all of each row
-  if (scales.weight.minimums)
-    for (int r = 0; r < R; ++r) inputs[r] = total(x.at + r * x.stride, group);
   for (int column = 0; column < kTile; column += V * kLanes) {
     Floats sum[R][V];
 #pragma GCC unroll 8
@@ -330,44 +335,67 @@ void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, int6
       for (int j = 0; j < V; ++j) {
         float* const to = sums + r * kTile + column + j * kLanes;
         Floats so_far = fma(sum[r][j], scale[j], first ? zeros() : load16(to));
-        if (scales.weight.minimums) so_far = fma(inputs[r], minimum[j], so_far);
+        if (scales.weight.minimums) so_far = fma(filled(totals.at[r * totals.stride]), minimum[j], so_far);
         store16(to, so_far);
       }
   }
 }
 
 #ifdef BATON_TILES
-// As `code_tile` below, in tiles of AMX. `words` is for [kBlockInputs] codes made bf16, and behind them what a group comes to.
-template <class Bits>
-void code_tile_in_tiles(const Weight& weight, const char* tile, const bf16* x, int64_t rows, int64_t inputs, float* sums,
-                        const char* next, uint32_t* words, Tiles& tiles) {
-  const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / 2;
-  auto* const part = reinterpret_cast<float*>(words + kBlockInputs / 2 * kTile);  // [kTiledRows][kTile]
-  const int64_t whole = inputs / group * bytes, passes = (rows + kTiledRows - 1) / kTiledRows;
-  for (int64_t begin = 0; begin < inputs; begin += group) {
-    const char* const at = tile + begin / group * bytes;
-    const Scales scales{weight, at};
-    const int64_t later = begin / group * bytes + kCodesAhead - whole;
-    const char* const ahead = later < 0 ? at + kCodesAhead : next + later;
-    for (int64_t s = 0; s < steps; ++s)
+// Adds what G groups came to, [G][rows][columns], to sums, scaled.
+template <int G>
+void add_groups(const Weight& weight, const char* tile, const float* part, const Totals& totals, int64_t rows, int64_t column,
+                int64_t columns, bool first, float* sums) {
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    Floats scale[G], minimum[G];
+    for (int g = 0; g < G; ++g) {
+      const Scales scales{weight, tile + g * group_bytes(weight)};
+      scale[g] = scales.scale(column + c);
+      if (weight.minimums) minimum[g] = scales.minimum(column + c);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      float* const to = sums + r * kTile + column + c;
+      Floats so_far = first ? zeros() : load16(to);
 #pragma GCC unroll 4
-      for (int j = 0; j < kTile / kLanes; ++j)
-        store_words(words + s * kTile + j * kLanes, word_of(Bits{}, at + scale_bytes(weight), s, j));
+      for (int g = 0; g < G; ++g) {
+        so_far = fma(load16(part + (g * rows + r) * columns + c), scale[g], so_far);
+        if (weight.minimums) so_far = fma(filled(totals.at[r * totals.stride + g]), minimum[g], so_far);
+      }
+      store16(to, so_far);
+    }
+  }
+}
+
+// As `code_tile` below, in tiles of AMX. `words` is for [kBlockInputs] codes made bf16, and behind them what their groups
+// come to.
+template <class Bits>
+void code_tile_in_tiles(const Weight& weight, const char* tile, const bf16* x, const Totals& totals, int64_t rows,
+                        int64_t inputs, float* sums, const char* next, uint32_t* words, Tiles& tiles) {
+  const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / 2, all = inputs / group;
+  auto* const part = reinterpret_cast<float*>(words + kBlockInputs / 2 * kTile);  // [groups of a block][32][32]
+  const int64_t passes = (rows + kTiledRows - 1) / kTiledRows;
+  for (int64_t begin = 0, count; begin < all; begin += count) {
+    count = least(all - begin, kBlockInputs / group);
+    const char* const at = tile + begin * bytes;
+    const int64_t later = (begin - all) * bytes + kCodesAhead;
+    const char* const ahead = later < 0 ? at + kCodesAhead : next + later;
+    for (int64_t g = 0; g < count; ++g)
+      for (int64_t s = 0; s < steps; ++s)
+#pragma GCC unroll 4
+        for (int j = 0; j < kTile / kLanes; ++j)
+          store_words(words + (g * steps + s) * kTile + j * kLanes, word_of(Bits{}, at + g * bytes + scale_bytes(weight), s, j));
     for (int64_t p = 0; p < passes; ++p) {
-      const int64_t row = p * kTiledRows, n = least(rows - row, kTiledRows), lines = p ? 0 : bytes / (steps / kSpan) / 64;
-      const bf16* const input = x + row * inputs + begin;
-      tiles.multiply(reinterpret_cast<const char*>(words), input, inputs, n, steps / kSpan, true, part, ahead, lines);
-      Floats all[kTiledRows];  // inputs of each row
-      if (weight.minimums)
-        for (int64_t r = 0; r < n; ++r) all[r] = total(input + r * inputs, group);
-      for (int column = 0; column < kTile; column += kLanes) {
-        const Floats scale = scales.scale(column), minimum = weight.minimums ? scales.minimum(column) : zeros();
-        for (int64_t r = 0; r < n; ++r) {
-          float* const to = sums + (row + r) * kTile + column;
-          Floats so_far = fma(load16(part + r * kTile + column), scale, begin ? load16(to) : zeros());
-          if (weight.minimums) so_far = fma(all[r], minimum, so_far);
-          store16(to, so_far);
-        }
+      const int64_t row = p * kTiledRows, n = least(rows - row, kTiledRows), columns = tiles.columns_of_part(n);
+      const Totals own{totals.at + row * totals.stride + begin, totals.stride};
+      for (int64_t column = 0; column < kTile; column += columns) {
+        const int64_t lines = p || column ? 0 : bytes / (steps / kSpan) / 64;
+        for (int64_t g = 0; g < count; ++g)
+          tiles.multiply_part(reinterpret_cast<const char*>(words + g * steps * kTile + column),
+                              x + row * inputs + (begin + g) * group, inputs, n, steps / kSpan, part + g * n * columns,
+                              ahead + g * bytes, lines);
+        with_count<kBlockInputs / (2 * kSpan)>(count, [&](auto some) {
+          add_groups<some>(weight, at, part, own, n, column, columns, begin == 0, sums + row * kTile);
+        });
       }
     }
   }
@@ -377,12 +405,13 @@ void code_tile_in_tiles(const Weight& weight, const char* tile, const bf16* x, i
 // One tile of codes for all rows: `x` [rows][inputs] → `sums` [rows][kTile]. Few rows have factors made in registers, many in
 // `block`, for [kBlockInputs][kTile] codes. `next` is what this thread reads after it.
 template <class T, class Bits>
-void code_tile(const Weight& weight, const char* tile, const T* x, int64_t rows, int64_t inputs, float* sums,
-               const char* next, Factors<T>* block, Kept<T>* room, Tiles& tiles) {
+void code_tile(const Weight& weight, const char* tile, const T* x, const Totals& totals, int64_t rows, int64_t inputs,
+               float* sums, const char* next, Factors<T>* block, Kept<T>* room, Tiles& tiles) {
 #ifdef BATON_TILES
   if constexpr (kApart<T>)
     if (rows >= kCodeTilesFrom && weight.group % (2 * kSpan) == 0 && tiles.allowed())
-      return code_tile_in_tiles<Bits>(weight, tile, x, rows, inputs, sums, next, reinterpret_cast<uint32_t*>(block), tiles);
+      return code_tile_in_tiles<Bits>(weight, tile, x, totals, rows, inputs, sums, next, reinterpret_cast<uint32_t*>(block),
+                                      tiles);
 #endif
   const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / kWord<T>;
   const bool few = rows <= kCodeRows<T>;
@@ -407,8 +436,9 @@ void code_tile(const Weight& weight, const char* tile, const T* x, int64_t rows,
       const Inputs<T> input = kept_inputs(x + own.first * inputs + begin, inputs, n, count, room);
       const auto pass = [&](auto some, const auto& from) {
         for (int64_t i = 0; i < count; i += group)
-          group_pass<T, some>(from(i), {weight, at(i)}, {input.at + i, input.stride}, group, begin + i == 0,
-                              sums + own.first * kTile);
+          group_pass<T, some>(from(i), {weight, at(i)}, {input.at + i, input.stride},
+                              {totals.at + own.first * totals.stride + (begin + i) / group, totals.stride}, group,
+                              begin + i == 0, sums + own.first * kTile);
       };
       if (few)
         with_count<kCodeRows<T>>(n, [&](auto some) { pass(some, codes); });
@@ -447,6 +477,8 @@ template <class T>
 struct Private {
   T* normed;          // [up to kFewRows][hidden]
   Factors<T>* block;  // of [kBlockInputs][kTile] codes
+  float* totals;      // of inputs, [as many rows as in `sums`][groups]
+  const T* totalled;  // what those inputs are; null: none
   Kept<T>* room;      // inputs, [as many rows as a pass has][kBlockInputs]
   float* sums;        // [rows of a block, or samples][kTile]
   float* more_sums;   // likewise
@@ -489,6 +521,7 @@ class Step {
     int64_t longest = 0;
     for (int64_t row = 0; row < b.rows; ++row) longest = std::max(longest, b.places()[row]);
     const int64_t segments = longest / kSegment + 1;
+    const int64_t most_inputs = std::max({m.hidden, m.heads * m.head_dim, m.inner, m.expert_inner});
     Carver carve(memory);
     x_ = carve.take<float>(b.rows * m.hidden);
     cos_ = carve.take<float>(m.ropes * b.rows * m.half);
@@ -517,6 +550,7 @@ class Step {
       Private<T>& own = own_[thread];
       own.normed = carve.take<T>(few * m.hidden);
       own.block = carve.take<Factors<T>>(kBlockInputs / kWord<T> * (kTile / kLanes));
+      own.totals = carve.take<float>(std::max(rows, least(samples, kFewRows)) * most_inputs / kLeastGroup);
       own.room = carve.take<Kept<T>>(kPassRows<T> * kBlockInputs);
       own.sums = carve.take<float>(std::max(rows, least(samples, kFewRows)) * kTile);
       own.more_sums = carve.take<float>(rows * kTile);
@@ -697,6 +731,7 @@ class Step {
   template <class Done>
   void multiply(const Matrix& matrix, const T* x, int64_t rows, const Matrix& after, int thread, const Done& done) {
     const int64_t tiles = tiles_of(matrix);
+    own_[thread].totalled = nullptr;
     const auto one = [&](int64_t t, int64_t first, int64_t count, const char* next) {
       multiply_tile(matrix, t, x, first, count, next, thread, done);
     };
@@ -716,13 +751,19 @@ class Step {
   template <class Done>
   void multiply_tile(const Matrix& matrix, int64_t t, const T* x, int64_t first, int64_t count, const char* next,
                      int thread, const Done& done) {
-    const Private<T>& own = own_[thread];
+    Private<T>& own = own_[thread];
     const T* const input = x + first * matrix.inputs;
+    const Totals totals{own.totals, matrix.weight.minimums ? matrix.inputs / matrix.weight.group : 0};
+    if (totals.stride && own.totalled != input) {  // for the same rows come in the same parts
+      own.totalled = input;
+      for (int64_t i = 0; i < count * totals.stride; ++i)
+        own.totals[i] = total(input + i * matrix.weight.group, matrix.weight.group);
+    }
     const auto one = [&](int64_t index, float* sums, const char* then) {
       const char* const tiles = tile_of(matrix, index);
       if (!matrix.weight.bits) return tile<T>(tiles, input, count, matrix.inputs / kWord<T>, sums, then, own.room, *own.tiles);
       const auto multiply_codes = matrix.weight.bits == 4 ? code_tile<T, FourBits> : code_tile<T, EightBits>;
-      multiply_codes(matrix.weight, tiles, input, count, matrix.inputs, sums, then, own.block, own.room, *own.tiles);
+      multiply_codes(matrix.weight, tiles, input, totals, count, matrix.inputs, sums, then, own.block, own.room, *own.tiles);
     };
     const int64_t second = t + tiles_of(matrix);
     one(t, own.sums, matrix.twice ? tile_of(matrix, second) : next);
@@ -848,6 +889,7 @@ class Step {
   template <class Done, class Of>
   void multiply_experts(int64_t outputs, int64_t inputs, const T* x, int thread, const Done& done, const Of& matrix_of) {
     const int64_t tiles = tiles_of({{}, outputs, inputs}), count = busy_count_ * tiles;
+    own_[thread].totalled = nullptr;
     share_out(count, thread, [&](int64_t index) {
       const int64_t expert = busy_[index / tiles], then = (index + threads_) % count;
       const char* const next = tile_of(matrix_of(busy_[then / tiles]), then % tiles);
@@ -957,7 +999,8 @@ class Step {
       Scratch& scratch = *own_[thread].scratch;
       if (!is_few(run)) {
         const int64_t queries = run.rows * shape_.group();
-        return attention.attend_many(run, unit.head, unit.at, least(unit.at + wides_ * kWide, queries), scratch);
+        return attention.attend_many(run, unit.head, unit.at, least(unit.at + wides_ * kWide, queries), scratch,
+                                     *own_[thread].tiles);
       }
       const Unit* const then = next < unit_count_ && is_few(runs_[units_[next].run]) ? units_ + next : nullptr;
       attention.attend_few(run, unit.run, unit, scratch, then ? runs_ + then->run : nullptr, then);

@@ -17,6 +17,7 @@ namespace baton {
 constexpr int kTiledRows = 32;  // at a time
 
 #ifdef BATON_TILES
+constexpr bool kHasTiles = true;
 
 // What one thread needs. Another user of the tiles finds them configured as before.
 class Tiles {
@@ -41,24 +42,51 @@ class Tiles {
   // [16][64] words. With each span, `lines` cache lines are asked for from `ahead` on.
   void multiply(const char* weights, const bf16* x, int64_t stride, int64_t rows, int64_t spans, bool first, float* sums,
                 const char* ahead, int64_t lines) {
-    configure(rows);
-    asm volatile("" ::: "memory");  // what is read below has been written
+    begin(rows);
     const char* const input = reinterpret_cast<const char*>(x);
-    const auto ask = [&](int64_t span) {
-      for (int64_t i = span * lines; i < (span + 1) * lines; ++i) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
-    };
+    const Asking ask{ahead, lines}, nothing{ahead, 0};
     stride *= sizeof(bf16);
     if (rows <= 16) return side_by_side(weights, input, stride, spans, first, sums, ask);
-    for (int64_t half = 0; half < 2; ++half)
-      two_by_two(weights + half * 128, kRow, input, stride, 64, spans, first, sums + half * 32, kRow, [&](int64_t span) {
-        if (half == 0) ask(span);
-      });
+    two_by_two(weights, kRow, input, stride, 64, spans, first, sums, kRow, ask);
+    two_by_two(weights + 128, kRow, input, stride, 64, spans, first, sums + 32, kRow, nothing);
+  }
+
+  // How many columns `multiply_part` takes.
+  static int64_t columns_of_part(int64_t rows) { return rows <= 16 ? 64 : 32; }
+
+  // As `multiply`, of some of the columns, to [rows][those].
+  void multiply_part(const char* weights, const bf16* x, int64_t stride, int64_t rows, int64_t spans, float* part,
+                     const char* ahead, int64_t lines) {
+    begin(rows);
+    const char* const input = reinterpret_cast<const char*>(x);
+    stride *= sizeof(bf16);
+    if (rows <= 16) return side_by_side(weights, input, stride, spans, true, part, Asking{ahead, lines});
+    two_by_two(weights, kRow, input, stride, 64, spans, true, part, kSquareRow, Asking{ahead, lines});
+  }
+
+  // Adds the products of 32 rows, `stride` words apart, with 32 columns, [spans][16][32] words, to `sums`, [32][32]; `first`:
+  // to zero.
+  void multiply_square(const uint32_t* columns, const uint32_t* rows, int64_t stride, int64_t spans, bool first, float* sums) {
+    begin(kTiledRows);
+    two_by_two(reinterpret_cast<const char*>(columns), kSquareRow, reinterpret_cast<const char*>(rows), stride * 4, 64,
+               spans, first, sums, kSquareRow, Asking{nullptr, 0});
   }
 
  private:
   static constexpr int64_t kRow = 256, kSpanBytes = 16 * kRow;  // of weights
+  static constexpr int64_t kSquareRow = kTiledRows * 4;
 
-  void configure(int64_t rows) {
+  // Asks for some cache lines with each span.
+  struct Asking {
+    const char* ahead;
+    int64_t lines;
+    void operator()(int64_t span) const {
+      for (int64_t i = span * lines; i < (span + 1) * lines; ++i) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
+    }
+  };
+
+  void begin(int64_t rows) {
+    asm volatile("" ::: "memory");  // what tiles are loaded from has been written
     if (rows == rows_) return;
     rows_ = rows;
     alignas(64) uint8_t config[64] = {1};
@@ -73,7 +101,7 @@ class Tiles {
   }
 
   // The sums of 32 columns at `sums` and of 32 at `others`, with rows `apart` bytes apart, or zeros.
-  static void begin(bool first, const float* sums, const float* others, int64_t apart) {
+  static void load(bool first, const float* sums, const float* others, int64_t apart) {
     if (first) {
       _tile_zero(0);
       _tile_zero(1);
@@ -87,17 +115,16 @@ class Tiles {
     }
   }
 
-  static void end(float* sums, float* others, int64_t apart) {
+  static void store(float* sums, float* others, int64_t apart) {
     _tile_stored(0, sums, apart);
     _tile_stored(1, sums + 16, apart);
     _tile_stored(2, others, apart);
     _tile_stored(3, others + 16, apart);
   }
 
-  template <class Ask>
   static void side_by_side(const char* weights, const char* x, int64_t stride, int64_t spans, bool first, float* sums,
-                           const Ask& ask) {
-    begin(first, sums, sums + 32, kRow);
+                           const Asking& ask) {
+    load(first, sums, sums + 32, kRow);
     for (int64_t span = 0; span < spans; ++span, weights += kSpanBytes, x += 64) {
       ask(span);
       _tile_loadd(4, x, stride);
@@ -110,15 +137,14 @@ class Tiles {
       _tile_loadd(5, weights + 192, kRow);
       _tile_dpbf16ps(3, 4, 5);
     }
-    end(sums, sums + 32, kRow);
+    store(sums, sums + 32, kRow);
   }
 
   // 32 rows, `stride` bytes apart and those of a span `step` bytes behind those of the one before, times 32 columns.
-  template <class Ask>
   static void two_by_two(const char* weights, int64_t row, const char* x, int64_t stride, int64_t step, int64_t spans,
-                         bool first, float* sums, int64_t apart, const Ask& ask) {
+                         bool first, float* sums, int64_t apart, const Asking& ask) {
     float* const lower = sums + 16 * (apart / int64_t{sizeof(float)});
-    begin(first, sums, lower, apart);
+    load(first, sums, lower, apart);
     for (int64_t span = 0; span < spans; ++span, weights += 16 * row, x += step) {
       ask(span);
       _tile_loadd(4, x, stride);
@@ -130,7 +156,7 @@ class Tiles {
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
-    end(sums, lower, apart);
+    store(sums, lower, apart);
   }
 
   int64_t rows_ = 0;
@@ -138,11 +164,15 @@ class Tiles {
 };
 
 #else
+constexpr bool kHasTiles = false;
 
 class Tiles {
  public:
   static bool allowed() { return false; }
   void multiply(const char*, const bf16*, int64_t, int64_t, int64_t, bool, float*, const char*, int64_t) {}
+  void multiply_square(const uint32_t*, const uint32_t*, int64_t, int64_t, bool, float*) {}
+  static int64_t columns_of_part(int64_t) { return 0; }
+  void multiply_part(const char*, const bf16*, int64_t, int64_t, int64_t, float*, const char*, int64_t) {}
 };
 
 #endif

@@ -143,7 +143,8 @@ inline Words word_of(FourBits, const char* codes, int64_t step, int vector) {
   return {_mm512_permutexvar_epi16(lowest, table)};
 }
 inline Words word_of(EightBits bits, const char* codes, int64_t step, int vector) {
-  return pairs(number(bits, codes, 2 * step, vector), number(bits, codes, 2 * step + 1, vector));
+  const __m512i low = as_words(number(bits, codes, 2 * step, vector)).all;
+  return {_mm512_or_si512(_mm512_srli_epi32(low, 16), as_words(number(bits, codes, 2 * step + 1, vector)).all)};
 }
 
 // --- across lanes ----------------------------------------------------------------------------------------------------
