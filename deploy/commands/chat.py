@@ -10,7 +10,7 @@ from rich.markup import escape
 from baton.client import ChatAnswer, Client, ClientTls
 from baton.errors import BatonError, InvalidRequest
 from deploy.commands.running_cluster import find
-from deploy.commands.terminal import Json, Name, command, err, out, print_json, printable, state_folder
+from deploy.commands.terminal import CaFile, HttpUrl, Json, Name, command, err, out, print_json, printable, state_folder
 
 _HELP = """/reset        forget the conversation
 /system TEXT  set the system prompt, and forget the conversation
@@ -32,10 +32,8 @@ def chat(
     top_p: Annotated[float | None, typer.Option(help="Above 0, up to 1.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same tokens.")] = None,
     timing: Annotated[bool, typer.Option("--timing", help="Show times and cached tokens after each answer.")] = False,
-    url: Annotated[str, typer.Option(help="host:port or URL of an HTTP API, instead of --name.")] = "",
-    ca_file: Annotated[
-        str, typer.Option(envvar="BATON_CA_FILE", help="PEM authorities to trust, over TLS; by default public ones.")
-    ] = "",
+    url: HttpUrl = "",
+    ca_file: CaFile = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:

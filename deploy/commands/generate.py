@@ -8,7 +8,7 @@ import typer
 from baton.client import Client, ClientTls, Generated
 from baton.errors import InvalidRequest
 from deploy.commands.running_cluster import find
-from deploy.commands.terminal import Json, Name, command, err, out_text, print_json, state_folder
+from deploy.commands.terminal import CaFile, Json, Name, command, err, out_text, print_json, state_folder
 
 
 @command(
@@ -29,9 +29,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the model's end-of-sequence token.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole request.")] = None,
     address: Annotated[str, typer.Option(help="host:port of a router, instead of --name.")] = "",
-    ca_file: Annotated[
-        str, typer.Option(envvar="BATON_CA_FILE", help="PEM authorities to trust, over TLS; by default public ones.")
-    ] = "",
+    ca_file: CaFile = "",
     cert_file: Annotated[str, typer.Option(help="PEM certificate to show, where the router asks for one.")] = "",
     key_file: Annotated[str, typer.Option(help="The key of --cert-file.")] = "",
     model: Annotated[str, typer.Option(help="Of several models, the one to answer; by default the first.")] = "",

@@ -14,7 +14,7 @@ from baton.client import ClientTls
 from baton.client.connection import ClientConnection
 from baton.errors import InvalidRequest, Unavailable
 from deploy.commands.chat import http_address
-from deploy.commands.terminal import Json, Name, command, err, print_json
+from deploy.commands.terminal import CaFile, HttpUrl, Json, Name, command, err, print_json
 
 _PATIENCE = 60.0  # seconds without any answer after which the command ends
 _TELL = 2.0  # seconds between two lines of progress
@@ -27,10 +27,8 @@ def run_batch(
     input_file: Annotated[Path, typer.Option("--input-file", "-i", help="Requests, one on each line.")],
     output_file: Annotated[Path, typer.Option("--output-file", "-o", help="Results; those that it has stay.")],
     max_concurrency: Annotated[int, typer.Option(min=1, max=1_024, help="Requests under way.")] = batch.AT_ONCE,
-    url: Annotated[str, typer.Option(help="host:port or URL of an HTTP API, instead of --name.")] = "",
-    ca_file: Annotated[
-        str, typer.Option(envvar="BATON_CA_FILE", help="PEM authorities to trust, over TLS; by default public ones.")
-    ] = "",
+    url: HttpUrl = "",
+    ca_file: CaFile = "",
     name: Name = "baton",
     as_json: Json = False,
 ) -> None:

@@ -58,6 +58,10 @@ Name = Annotated[str, typer.Option("--name", help="The cluster's name.", metavar
 Operator = Annotated[
     str, typer.Option(metavar="TARGET", help="unix:/PATH or host:port of a router's operator port, instead of --name.")
 ]
+HttpUrl = Annotated[str, typer.Option("--url", help="host:port or URL of an HTTP API, instead of --name.")]
+CaFile = Annotated[
+    str, typer.Option(envvar="BATON_CA_FILE", help="PEM authorities to trust, over TLS; by default public ones.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML configuration; flags override it.")]
 Settings = Annotated[

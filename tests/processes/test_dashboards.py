@@ -23,7 +23,6 @@ from baton.client import Client
 from baton.errors import BatonError, ContextTooLong, ObjectiveUnreachable
 from deploy.local import LocalCluster
 from tests.deploy.test_grafana import BOARDS, PROMETHEUS, VARIABLES, alerts, choices, expressions
-from tests.soak.store_deaths import PAGE_BYTES
 from tests.support import checkpoints, workload
 from tests.support.eventually import DEADLINE, eventually
 from tests.support.metrics_page import metric, page, parsed, samples, total
@@ -35,18 +34,6 @@ ONLY_WITH_A_GPU = "baton_gpu_"
 OF_PROMETHEUS = {"up", "ALERTS"}
 VICTIM = "decode-1"
 TWICE = ("127.0.0.1", "localhost")  # two names of the router, so that every process is discovered twice
-
-SMALL: Mapping[str, object] = {
-    **workload.SLOW_ENGINE,  # so that loading a page is worth it
-    "cluster.heartbeat_ms": 100,
-    "cluster.heartbeat_timeout_ms": 1_000,
-    "store.host_cache_bytes": 96 * PAGE_BYTES,
-    "prefill.kv_cache_bytes": 64 * PAGE_BYTES,
-    "decode.kv_cache_bytes": 112 * PAGE_BYTES,
-    "disk.admit_after": 1,
-    "disk.max_bytes": "64MiB",
-}
-"""Tiers so small that pages leave them, and come back from the disk."""
 
 
 @dataclass
@@ -89,7 +76,7 @@ def site(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]
     file = folder / "api-keys.json"
     keys = {tenant: api_keys.add(file, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
     more = {
-        **SMALL,
+        **workload.SMALL_TIERS,
         "disk.path": str(folder / "disk"),
         "api.keys_file": str(file),
         "router.slo_classes": {0: {"ttft_ms": 600_000, "tpot_ms": 60_000}},  # kept on any machine, however busy

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import LocalCluster
-from tests.soak.store_deaths import SETTINGS, Load, documents, known_pages, restart, store_deaths
+from tests.soak.store_deaths import Load, documents, known_pages, restart, store_deaths
 from tests.support import workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
@@ -95,7 +95,7 @@ class Site:
 def site(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
     small = {"disk.path": str(folder / "disk"), "disk.max_bytes": LIMIT}
-    settings = workload.settings(path, 1, 1, **{**SETTINGS, **small})
+    settings = workload.settings(path, 1, 1, **{**workload.SMALL_TIERS, **small})
     with LocalCluster(settings, folder / "cluster", nodes=[NODE]) as cluster:
         yield Site(cluster, documents(path), folder / "disk" / NODE)
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 from baton import config as settings
 from baton import messages as msg
@@ -34,6 +34,19 @@ class Cluster(Lab):
         self.agenda = HeldAgenda()
         self.wishes: dict[str, events.PinPrefix] = {}
         self.answers: dict[str, NewPin | events.Failed | events.Cancelled] = {}  # by the name of the wish
+
+    @classmethod
+    def of_two_nodes(cls, seed: int) -> Self:
+        """Two workers of each kind on each of two nodes, which have run for a moment."""
+        cluster = cls()
+        cluster.random.seed(seed)
+        for node in "ab":
+            cluster.start("store", f"store-{node}", node)
+            for i in range(2):
+                cluster.start("decode", f"decode-{node}{i}", node)
+                cluster.start("prefill", f"prefill-{node}{i}", node, slots=2)
+        cluster.run(0.5)
+        return cluster
 
     # --- processes --------------------------------------------------------------------------------------------------
 

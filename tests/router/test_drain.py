@@ -82,14 +82,7 @@ def test_a_process_that_was_silent_comes_back_draining_and_its_successor_does_no
 @pytest.mark.parametrize("seed", range(8))
 def test_drains_at_any_time_lose_nothing_and_are_obeyed(seed: int) -> None:
     rng = random.Random(seed)
-    cluster = Cluster()
-    cluster.random.seed(seed)
-    for node in "ab":
-        cluster.start("store", f"store-{node}", node)
-        for i in range(2):
-            cluster.start("decode", f"decode-{node}{i}", node)
-            cluster.start("prefill", f"prefill-{node}{i}", node, slots=2)
-    cluster.run(0.5)
+    cluster = Cluster.of_two_nodes(seed)
     workers = [process.peer.name for process in cluster.processes.values() if process.peer.role != "store"]
     drained: dict[str, int] = {}  # with the attempts that each had left
     for i in range(60):

@@ -159,14 +159,7 @@ def test_what_can_not_be(lab: Lab) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_roles_may_change_at_any_time(seed: int) -> None:
     rng = random.Random(seed)
-    cluster = Cluster()
-    cluster.random.seed(seed)
-    for node in "ab":
-        cluster.start("store", f"store-{node}", node)
-        for i in range(2):
-            cluster.start("decode", f"decode-{node}{i}", node)
-            cluster.start("prefill", f"prefill-{node}{i}", node, slots=2)
-    cluster.run(0.5)
+    cluster = Cluster.of_two_nodes(seed)
     changed = 0
     for i in range(80):
         if rng.random() < 0.5:

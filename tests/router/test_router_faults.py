@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.keys import pack_tokens
 from router.events import Cancelled, ClientGone, Failed, Finished, StopMatched
+from router.views import RouterStats
 from tests.router.cluster import Cluster
 from tests.router.model import CONFIG, submit
 from tests.router.processes import Process, Store
@@ -261,13 +262,8 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
     assert cluster.state.stats().finished
 
 
-def test_without_faults_every_request_takes_one_attempt() -> None:
-    cluster = Cluster()
-    cluster.start("store", "store-0")
-    for i in range(2):
-        cluster.start("decode", f"decode-{i}")
-        cluster.start("prefill", f"prefill-{i}")
-    cluster.run(0.2)
+def twenty_requests(cluster: Cluster) -> RouterStats:
+    """Serve requests that take an attempt each."""
     for i in range(20):
         cluster.submit(f"r{i}", 5 + 7 * i, 20, seed=i)
         cluster.round()
@@ -275,6 +271,17 @@ def test_without_faults_every_request_takes_one_attempt() -> None:
     check_ends(cluster)
     stats = cluster.state.stats()
     assert sum(stats.finished.values()) == stats.attempts == 20
+    return stats
+
+
+def test_without_faults_every_request_takes_one_attempt() -> None:
+    cluster = Cluster()
+    cluster.start("store", "store-0")
+    for i in range(2):
+        cluster.start("decode", f"decode-{i}")
+        cluster.start("prefill", f"prefill-{i}")
+    cluster.run(0.2)
+    stats = twenty_requests(cluster)
     assert stats.resends == 0
     assert stats.placed_split > 0
 
@@ -293,13 +300,7 @@ def two_kinds_of_nodes(cluster: Cluster) -> None:
 def test_workers_of_different_nodes_share_every_request() -> None:
     cluster = Cluster()
     two_kinds_of_nodes(cluster)
-    for i in range(20):
-        cluster.submit(f"r{i}", 5 + 7 * i, 20, seed=i)
-        cluster.round()
-    cluster.settle()
-    check_ends(cluster)
-    stats = cluster.state.stats()
-    assert sum(stats.finished.values()) == stats.attempts == 20
+    stats = twenty_requests(cluster)
     assert stats.placed_split > 15  # one prompt has a single page, and some are cached as a whole
 
 

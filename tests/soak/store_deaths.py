@@ -19,25 +19,13 @@ from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, process
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
-from tests.support.workload import PAGE, PAGE_BYTES
+from tests.support.workload import PAGE
 
 COUNT = 24  # tokens generated
 STREAMS = 4
 BETWEEN_DEATHS = (0.3, 2.5)  # seconds
 SURE = 1e-3
 """Torch computes here, and the order of its sums goes by the step's rows: two best logits closer than this may swap."""
-
-SETTINGS: Mapping[str, object] = {
-    **workload.SLOW_ENGINE,
-    "cluster.heartbeat_ms": 100,
-    "cluster.heartbeat_timeout_ms": 1_000,
-    "store.host_cache_bytes": 96 * PAGE_BYTES,
-    "prefill.kv_cache_bytes": 64 * PAGE_BYTES,
-    "decode.kv_cache_bytes": 112 * PAGE_BYTES,
-    "disk.admit_after": 1,
-    "disk.max_bytes": "64MiB",
-}
-"""Small tiers: none but the disk has room for all the pages of `documents`."""
 
 
 @cache
@@ -138,7 +126,7 @@ def store_deaths(kills: int, seed: int, folder: Path, path: Path, nodes: Sequenc
     from a tier below."""
     rng = random.Random(seed)
     expected = documents(path)
-    settings = workload.settings(path, 1, 1, **SETTINGS, **{"disk.path": str(folder / "disk")})
+    settings = workload.settings(path, 1, 1, **workload.SMALL_TIERS, **{"disk.path": str(folder / "disk")})
     placed = {"decode-0": nodes[0], "prefill-0": nodes[-1]}
     stores = [f"store-{number}" for number in range(len(nodes))]
     loads = {"disk": 0.0, "remote": 0.0}

@@ -25,6 +25,18 @@ SLOW_ENGINE = {"model.native": False}
 """Native kernels compute a prompt of this small a model before a disk could have read it, or anybody could have killed
 a process in the middle of it."""
 
+SMALL_TIERS = {
+    **SLOW_ENGINE,  # so that loading a page is worth it
+    "cluster.heartbeat_ms": 100,
+    "cluster.heartbeat_timeout_ms": 1_000,
+    "store.host_cache_bytes": 96 * PAGE_BYTES,
+    "prefill.kv_cache_bytes": 64 * PAGE_BYTES,
+    "decode.kv_cache_bytes": 112 * PAGE_BYTES,
+    "disk.admit_after": 1,
+    "disk.max_bytes": "64MiB",
+}
+"""So small that pages leave them, and come back from the disk."""
+
 
 def settings(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> config.Config:
     return config.load(
