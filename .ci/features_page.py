@@ -89,7 +89,7 @@ TECHNIQUES = (
     Technique("Many adapters in one batch", "Punica, MLSys 2024; S-LoRA, MLSys 2024", "engine/vllm_runner"),
     Technique("Quantized weights", "GPTQ, AWQ, FP8", "engine/vllm_runner"),
     Technique("Pages in FP8", "vLLM", "engine/vllm_runner"),
-    Technique("Pages in int8", "vLLM", "engine/cpu"),
+    Technique("Pages in codes, with a scale for each token and head", "vLLM", "engine/cpu"),
 )
 
 

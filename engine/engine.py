@@ -49,7 +49,7 @@ from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import QUANTIZED_AT_LOAD, ModelSpec
 from engine.step.batch import Batch, Chunk, Sampled, TokenDraw, flatten
-from kvstore.layout import INT8, PageLayout
+from kvstore.layout import CODES, PageLayout
 from kvstore.window_groups import NO_GROUPS
 
 FittingPages: TypeAlias = "Callable[[Callable[[int], Engine]], int]"
@@ -423,7 +423,7 @@ def layout_of(config: ModelSpec, dtype: str, page_size: int, kv_cache_dtype: str
     """The pages of a model that runs in `dtype`, and holds K and V in `kv_cache_dtype`, by "auto" in the same. Raises
     ModelError for others than these can be."""
     own = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-    held = INT8 if kv_cache_dtype == INT8 else dtype_of(config, own)
+    held = CODES.get(kv_cache_dtype) or dtype_of(config, own)
     return PageLayout(config.num_layers, config.num_kv_heads, config.head_dim, page_size, held)
 
 
@@ -445,7 +445,8 @@ def _give_back() -> None:
 def _make_pool(num_pages: int, layout: PageLayout, device: str) -> torch.Tensor:
     """Zeros, since attention reads, behind a mask, what was never written."""
     try:
-        pool = torch.empty((num_pages, *layout.shape), dtype=getattr(torch, layout.dtype), device=device)
+        kind = torch.int8 if layout.coded else TORCH_DTYPES[layout.dtype]
+        pool = torch.empty((num_pages, *layout.shape), dtype=kind, device=device)
     except RuntimeError as error:
         size = num_pages * layout.page_bytes
         raise NotEnoughMemory(f"{num_pages} pages, {size:,} bytes, don't fit into {device}: {error}") from error

@@ -9,9 +9,10 @@ them keep them. That order is the page's *form*:
     cpu-…       [kv_head, layer, 2 · page_size · head_dim]              vLLM on a CPU, packed for an instruction set
     latent      [1, layer, page_size, head_dim]                         vLLM, models with latent attention (MLA)
 
-Pages of int8 have form `split` too. They hold codes of one byte. Behind those of a layer lie the scales of its rows, in
-float32: [kv_head, layer, codes [2, page_size, head_dim], scales [2, page_size]]. A row is K or V of one token and head.
-Its numbers are its codes times its scale.
+Pages of int8 and fp8 have form `split` too. They hold codes of one byte: whole numbers, or E4M3. Behind those of a
+layer lie the scales of its rows, in float32: [kv_head, layer, codes [2, page_size, head_dim], scales [2, page_size]]. A
+row is K or V of one token and head. Its numbers are its codes times its scale. vLLM's `float8_…` pages have no such
+scales.
 
 A latent stands for the keys and values of all heads: a compressed part and a rotated one, side by side. It counts as
 one head, which every rank has whole.
@@ -28,9 +29,11 @@ from dataclasses import dataclass
 LAYOUT_VERSION = 2
 """Raised whenever the meaning of a page's bytes or of its checksum changes; part of every page key's namespace."""
 
-INT8 = "int8"
+INT8, FP8 = "int8", "fp8"
+CODES: Mapping[str, str] = {"int8": INT8, "fp8": FP8, "fp8_e4m3": FP8}
+"""The dtypes of codes that our own engine keeps, by `model.kv_cache_dtype`."""
 DTYPE_BYTES: Mapping[str, int] = {
-    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, INT8: 1
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, INT8: 1, FP8: 1
 }  # fmt: skip
 """Element types that a page may hold, with their size in bytes."""
 
@@ -63,10 +66,15 @@ class PageLayout:
             raise ValueError(f"page layout: dtype {self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         if self.form not in FORMS:
             raise ValueError(f"page layout: form {self.form!r} is none of {', '.join(FORMS)}")
-        if self.dtype == INT8 and (self.form != SPLIT or self.head_dim % 2):
+        if self.coded and (self.form != SPLIT or self.head_dim % 2):
             raise ValueError(
-                f"page layout: int8 needs form split and an even head_dim, not {self.form}, {self.head_dim}"
+                f"page layout: {self.dtype} needs form split and an even head_dim, not {self.form}, {self.head_dim}"
             )
+
+    @property
+    def coded(self) -> bool:
+        """Whether it holds codes, and scales behind them."""
+        return self.dtype in (INT8, FP8)
 
     @property
     def version(self) -> int:
@@ -76,7 +84,7 @@ class PageLayout:
     def shape(self) -> tuple[int, ...]:
         """That of the form, in elements; KV heads first, then layers."""
         outer = (self.num_kv_heads, self.num_layers)
-        if self.dtype == INT8:
+        if self.coded:
             return (*outer, 2 * self.page_size * self._row_bytes)
         if self.form == SPLIT:
             return (*outer, 2, self.page_size, self.head_dim)
@@ -95,7 +103,7 @@ class PageLayout:
     @property
     def _row_bytes(self) -> int:
         """Of K or V of one token, head and layer."""
-        return self.head_dim * DTYPE_BYTES[self.dtype] + (DTYPE_BYTES["float32"] if self.dtype == INT8 else 0)
+        return self.head_dim * DTYPE_BYTES[self.dtype] + (DTYPE_BYTES["float32"] if self.coded else 0)
 
     @property
     def page_bytes(self) -> int:

@@ -72,7 +72,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
         _vllm(raw, installed, facts, choice),
         _page_size(config, raw, choice, device),
         *_memory(config, path, raw, spec, choice, device, gpus),
-        *_arena(config, raw),
+        *_arena(config, raw, spec, choice),
     )
     return ModelReport(model, choice.engine, choice.why, findings)
 
@@ -194,7 +194,7 @@ def _memory(
     if not weights:
         yield Finding("bad", "memory", "the checkpoint has no *.safetensors", "Baton loads no other kind of weights")
         return
-    page = _page_bytes(config, raw)
+    page = _page_bytes(config, raw, spec, choice)
     per_page = f", {size(page)} a page" if page else ""
     if device == "cpu":
         room = available_memory()
@@ -213,10 +213,10 @@ def _memory(
         yield Finding("ok", "memory", text)
 
 
-def _arena(config: Config, raw: Mapping[str, Any]) -> Iterator[Finding]:
+def _arena(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None, choice: EngineChoice) -> Iterator[Finding]:
     """How many tokens of the model the store of this machine holds, beside its longest prompts."""
     longest = (raw.get("text_config") or raw).get("max_position_embeddings")
-    if not (page := _page_bytes(config, raw)) or not isinstance(longest, int):
+    if not (page := _page_bytes(config, raw, spec, choice)) or not isinstance(longest, int):
         return
     arena = arena_bytes(config, available_memory())
     tokens = arena // page * config.pages.page_size
@@ -229,12 +229,15 @@ def _arena(config: Config, raw: Mapping[str, Any]) -> Iterator[Finding]:
     yield Finding("warn", "arena", text, advice)
 
 
-def _page_bytes(config: Config, raw: Mapping[str, Any]) -> int | None:
+def _page_bytes(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None, choice: EngineChoice) -> int | None:
     """Of one page of the model; None where the config does not say."""
+    from engine.engine import layout_of
+
     text: Mapping[str, Any] = raw.get("text_config") or raw
     text = {"quantization_config": raw.get("quantization_config"), **text}
-    model = config.model
+    own = config.model.dtype, config.pages.page_size, config.model.kv_cache_dtype
     try:
-        return largest_page(text, model.dtype, config.pages.page_size, model.kv_cache_dtype).page_bytes
+        native = spec is not None and choice.engine == "native"
+        return (layout_of(spec, *own) if native else largest_page(text, *own)).page_bytes
     except ModelError:
         return None

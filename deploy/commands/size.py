@@ -19,6 +19,7 @@ from deploy.control_plane.preflight import runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
 from engine.vllm_runner.pages import FP8
+from kvstore.layout import CODES
 
 if TYPE_CHECKING:
     from engine.models.memory import WorkerMemory
@@ -46,7 +47,7 @@ def size(
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="Of pages: auto (as --dtype), one of the same, int8, or fp8, vLLM's runner only.")
+        str, typer.Option(help="Of pages: auto (as --dtype), one of the same, int8 or fp8.")
     ] = "auto",
     quantization: Annotated[
         str, typer.Option(help="Of weights when they are loaded: int8 or int4, our own engine on CPUs only.")
@@ -125,10 +126,11 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
         raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
     if spec.num_kv_heads % ranks:
         raise InvalidRequest(f"{ranks} ranks can't share {spec.num_kv_heads} KV heads evenly")
-    held = FP8.get(model.kv_cache_dtype)
+    dtype, on_cpu = dtype_of(spec, model.dtype), runs_on_cpu(config, "decode")
+    ours = on_cpu and ranks == 1 and model.kv_cache_dtype in CODES
+    held = None if ours else FP8.get(model.kv_cache_dtype)
     layout = layout_of(spec, model.dtype, page_size, "auto" if held else model.kv_cache_dtype)
     layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks, dtype=held or layout.dtype)
-    dtype, on_cpu = dtype_of(spec, model.dtype), runs_on_cpu(config, "decode")
     device = "cpu" if on_cpu else "cuda"
     if lack := quantization_lack(spec, device, model.dtype, model.native, model.quantization):
         raise InvalidRequest(lack)

@@ -72,7 +72,7 @@ def up(
     served_model_name: Annotated[str, typer.Option(help="Name that clients use; by default the end of the path.")] = "",
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a sequence, at most.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences of a decode worker's step, at most.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Number format of KV pages, such as int8, or fp8 (vLLM).")] = "",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Number format of KV pages, such as int8 or fp8.")] = "",
     quantization: Annotated[
         str, typer.Option(help="Of weights when they are loaded: int8, int4, or fp8 (vLLM, GPUs).")
     ] = "",

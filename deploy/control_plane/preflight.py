@@ -37,6 +37,7 @@ from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import Installation, problem, setting_that_needs_vllm
 from kvstore.arena.memory import arena_bytes
+from kvstore.layout import CODES
 
 Level: TypeAlias = Literal["ok", "warn", "bad"]
 
@@ -356,10 +357,10 @@ def check_engine(config: Config) -> None:
     model is seen by its worker: that question imports torch. Raises ConfigError and ModelError.
     """
     engine, held = config.model.engine, config.model.kv_cache_dtype
-    if engine == "native" and held in FP8:
+    if engine == "native" and held in FP8.keys() - CODES.keys():
         raise ConfigError(
-            f"model.kv_cache_dtype is {held}, and our own engine has no FP8 pages: set int8 there, or take vLLM's "
-            "runner, which has them: --engine vllm"
+            f"model.kv_cache_dtype is {held}, and our own engine has no such pages: set fp8 or int8 there, or take "
+            "vLLM's runner, which has them: --engine vllm"
         )
     if not (why := _asks_for_vllm(config)) or not is_loopback(config.router.host):
         return

@@ -65,7 +65,7 @@ class TorchAttention:
         self.scale = scale
         self.pool = pool
         self.layout = layout
-        self.codes = _Codes(pool, layout) if layout.dtype == INT8 else None
+        self.codes = _Codes(pool, layout) if layout.coded else None
         if self.codes is None:
             self.token_rows = pool.view(-1, layout.head_dim)
             self.page_rows = pool.view(-1, layout.page_size * layout.head_dim)
@@ -85,9 +85,11 @@ class TorchAttention:
 
 
 class _Codes:
-    """The codes and the scales of int8 pages. Rows are counted as `TorchAttention` counts them."""
+    """The codes and the scales of pages that have these. Rows are counted as `TorchAttention` counts them."""
 
     def __init__(self, pool: torch.Tensor, layout: PageLayout) -> None:
+        self._whole = layout.dtype == INT8
+        self._kind, self._largest = (torch.int8, 127) if self._whole else (torch.float8_e4m3fn, 448)
         parts = pool.view(-1, layout.shape[-1])
         end = 2 * layout.page_size * layout.head_dim
         self._codes = parts[:, :end].view(len(parts), 2 * layout.page_size, layout.head_dim)
@@ -95,18 +97,22 @@ class _Codes:
         self._page_size = layout.page_size
 
     def write(self, rows: torch.Tensor, x: torch.Tensor) -> None:
-        """Quantise `x`, [rows, head_dim]. The largest number of each row becomes 127 or −127."""
+        """Quantise `x`, [rows, head_dim]. The largest number of each row becomes the largest code, or minus that."""
         x = x.float()
-        scale = x.abs().amax(1) / 127
+        scale = x.abs().amax(1) / self._largest
         at = rows // (2 * self._page_size), rows % (2 * self._page_size)
         inverse = torch.where(scale > 0, scale.reciprocal(), 0)
-        self._codes[at] = (x * inverse[:, None]).round().to(torch.int8)
+        x = x * inverse[:, None]
+        self._codes[at] = (x.round() if self._whole else x).to(self._kind).view(torch.int8)
         self._scales[at] = scale
 
     def read(self, pages: torch.Tensor) -> torch.Tensor:
         """[...] → [..., page_size, head_dim]"""
         codes = self._codes.unflatten(1, (2, self._page_size))[pages // 2, pages % 2]
-        return codes * self._scales.unflatten(1, (2, self._page_size))[pages // 2, pages % 2][..., None]
+        return (
+            codes.view(self._kind).float()
+            * self._scales.unflatten(1, (2, self._page_size))[pages // 2, pages % 2][..., None]
+        )
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ alignas(64) const float kZeros[kMostHeadDim] = {};
 struct Shape {
   int64_t heads, kv_heads, head_dim, page_size, layers;
   int64_t element;              // bytes of a number in a page; 1: codes, with a scale for each row
+  int64_t fp8;                  // 1: codes are e4m3, or else int8
   int64_t group() const { return heads / kv_heads; }  // query heads that share a KV head
   int64_t padded() const { return round_up(head_dim, 32); }
 
@@ -151,7 +152,10 @@ struct Attention {
     if (!shape.codes()) return from;
     float scale;
     std::memcpy(&scale, part + shape.scales_at() + row * sizeof scale, sizeof scale);
-    copy_row(reinterpret_cast<const int8_t*>(from), to, shape.head_dim, scale);
+    if (shape.fp8)
+      copy_row(reinterpret_cast<const e4m3*>(from), to, shape.head_dim, scale);
+    else
+      copy_row(reinterpret_cast<const int8_t*>(from), to, shape.head_dim, scale);
     return to;
   }
 

@@ -103,7 +103,7 @@ struct Model {
   Weight head;
   const Layer* layer;        // [layers]
   char* pool;                // [pages][kv_heads][layers] parts, as `Shape` says
-  int64_t element;           // bytes of a number there; 1: codes
+  int64_t element, fp8;      // as `Shape` says
 };
 
 struct Batch {
@@ -514,7 +514,7 @@ class Step {
  public:
   Step(const Model& model, const Batch& batch, Pool* pool, char* memory)
       : m(model), b(batch), pool_(pool), threads_(pool->threads()),
-        shape_{m.heads, m.kv_heads, m.head_dim, m.page_size, m.layers, m.element} {
+        shape_{m.heads, m.kv_heads, m.head_dim, m.page_size, m.layers, m.element, m.fp8} {
     qkv_size_ = round_up((m.heads + 2 * m.kv_heads) * m.head_dim, kTile);
     const int64_t rows = least(b.rows, block_end(0, b.rows) + kBlockRows / 4), few = least(rows, kFewRows);
     const int64_t group = shape_.group(), samples = b.logits ? b.sample_count : 0;
@@ -978,7 +978,8 @@ class Step {
   void write(const float* x, char* part, int64_t row) const {
     char* const to = part + row * shape_.row_bytes();
     if (!shape_.codes()) return copy_row(x, reinterpret_cast<T*>(to), m.head_dim);
-    const float scale = quantise(x, reinterpret_cast<int8_t*>(to), m.head_dim);
+    const float scale = shape_.fp8 ? quantise(x, reinterpret_cast<e4m3*>(to), m.head_dim)
+                                   : quantise(x, reinterpret_cast<int8_t*>(to), m.head_dim);
     std::memcpy(part + shape_.scales_at() + row * sizeof scale, &scale, sizeof scale);
   }
 

@@ -29,7 +29,7 @@ from engine.models.weights import (
 )
 from engine.spec import ModelSpec
 from engine.step.batch import Batch
-from kvstore.layout import PageLayout
+from kvstore.layout import FP8, PageLayout
 
 MOST_THREADS = 256
 MOST_HEAD_DIM = 256
@@ -70,7 +70,7 @@ class _Model(ctypes.Structure):
         ("expert_inner", _Count), ("norm_eps", _Double), ("embedding_scale", _Double),
         ("attention_scale", _Double), ("embedding", _Pointer), ("frequencies", _Pointer), ("rope_factors", _Pointer),
         ("norm", _Pointer), ("head", _Weight), ("layer", _Pointer), ("pool", _Pointer),
-        ("element", _Count),
+        ("element", _Count), ("fp8", _Count),
     ]  # fmt: skip
 
 
@@ -191,7 +191,7 @@ class NativeForward:
             float(torch.tensor(config.embedding_scale, dtype=self._dtype)), config.attention_scale,
             self._keep(weights.embedding), self._keep(frequencies),
             self._keep(torch.tensor([rope.attention_factor for rope in ropes])), self._float(weights.norm), head,
-            ctypes.addressof(layers), self._keep(pool), pool.element_size(),
+            ctypes.addressof(layers), self._keep(pool), pool.element_size(), layout.dtype == FP8,
         )  # fmt: skip
 
     def _describe_layer(self, layer: LayerWeights) -> _Layer:
@@ -257,7 +257,7 @@ def _expert_inner(weights: ModelWeights) -> int:
 
 def runs(config: ModelSpec, weights: ModelWeights, pool: torch.Tensor, threads: int) -> bool:
     """Whether there are kernels for such a model: in float32 or bfloat16, on a CPU, with pages in the same or
-    in int8."""
+    in codes."""
     embedding = weights.embedding
     return (
         features.runs(config)

@@ -110,15 +110,16 @@ void copy_row(const From* from, To* to, int64_t count, float scale = 1.0f) {
   for (int64_t i = 0; i < count; i += kLanes) store16(to + i, load16(from + i, count - i) * filled(scale), count - i);
 }
 
-// Codes of a row; returns their scale, with which the largest number is 127 or −127. Neither other rows nor how the row's
-// chunk was cut have a part in it.
-inline float quantise(const float* x, int8_t* to, int64_t count) {
+// Codes of a row; returns their scale, with which the largest number is the largest code or minus that. Neither other rows
+// nor how the row's chunk was cut have a part in it.
+template <class Code>
+float quantise(const float* x, Code* to, int64_t count) {
   Floats most = zeros();
   for (int64_t i = 0; i < count; i += kLanes) {
     const Floats part = load16(x + i, count - i);
     most = max(most, max(part, zeros() - part));
   }
-  const float scale = largest_of(most) / 127.0f;
+  const float scale = largest_of(most) / (std::is_same_v<Code, e4m3> ? 448.0f : 127.0f);
   const Floats inverse = filled(scale > 0 ? 1.0f / scale : 0.0f);
   for (int64_t i = 0; i < count; i += kLanes) store16(to + i, load16(x + i, count - i) * inverse, count - i);
   return scale;

@@ -10,9 +10,10 @@
 // filled, counted and zeros are the same number in all lanes, 0 to 15, and 0. largest_of is of all lanes, and so is
 // sum_of, which adds lane i to lane i + 8, then to i + 4, i + 2 and i + 1.
 //
-// load16 and store16 convert from and to the memory's type, to the nearest, which of int8 is within −128 and 127. With a count, they and what else takes one
-// touch only so many numbers, none for 0 or less, and those missing read as zero. load_halves leaves a bf16 as it is in
-// the lower half of a word; pairs(low, high) rounds to two of them in each word.
+// load16 and store16 convert from and to the memory's type, to the nearest, which of int8 is within −128 and 127, and e4m3
+// takes up to 448. With a count, they and what else takes one touch only so many numbers, none for 0 or less, and those
+// missing read as zero. store_bytes stores words within −128 and 127. load_halves leaves a bf16 as it is in the lower half
+// of a word; pairs(low, high) rounds to two of them in each word.
 //
 // A word may stand for one float32 or for two bf16. factors<T>(words) prepares it for add_products(T{}, a, b, sum), which
 // adds to each lane the product of its two floats; or of both pairs, the upper product first and each rounded by itself.
@@ -51,6 +52,11 @@ struct bf16 {
 // A half-precision float32.
 struct fp16 {
   uint16_t bits;
+};
+
+// A float of 4 bits of exponent and 3 of mantissa that has no infinity: up to 448, in steps of 2⁻⁹ and more.
+struct e4m3 {
+  uint8_t bits;
 };
 
 constexpr int kLanes = 16;
@@ -130,6 +136,16 @@ __attribute__((always_inline)) inline void add_words(int64_t count, Floats (&sum
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) sum[r][v] = end(part[r][v], sum[r][v]);
   }
+}
+
+// Those below 2⁻⁶ are multiples of 2⁻⁹, as which the lowest bits of their sum with 2¹⁴ count them.
+inline void store16(e4m3* to, Floats x, int64_t count) {
+  constexpr int kCut = 20, kBias = 127 - 7;
+  const Words size = as_words(x) & filled(0x7fffffff), odd = signed_right<kCut>(size) & filled(1);
+  const Words normal = signed_right<kCut>(size + odd + filled((1 << (kCut - 1)) - 1)) - filled(kBias << 3);
+  const Words small = as_words(as_floats(size) + filled(16384.0f)) - as_words(filled(16384.0f));
+  const Words code = select(greater(filled((kBias + 1) << 23), size), small, normal);
+  store_bytes(to, (signed_right<24>(as_words(x)) & filled(-128)) | (code & filled(127)), count);
 }
 
 class FlushDenormals {

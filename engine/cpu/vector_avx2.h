@@ -160,14 +160,24 @@ inline Floats load16(const fp16* from) {
 }
 inline Floats load16(const float* from, int64_t count) { return as_floats(load_words(from, count)); }
 inline Floats load16(const bf16* from, int64_t count) { return as_floats(shifted_left<16>(load_halves(from, count))); }
-inline Floats load16(const int8_t* from, int64_t count) {
+inline __m128i load_bytes(const void* from, int64_t count) {
   int8_t part[kLanes] = {};
   if (count < kLanes) {
     if (count > 0) std::memcpy(part, from, count);
     from = part;
   }
-  const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm_loadu_si128(static_cast<const __m128i*>(from));
+}
+inline Floats load16(const int8_t* from, int64_t count) {
+  const __m128i codes = load_bytes(from, count);
   return to_floats({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))});
+}
+// As fp16, of which no number is too small, with an exponent that is 8 too low.
+inline Floats load16(const e4m3* from, int64_t count) {
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(from, count)), 7);
+  const __m256i there = _mm256_and_si256(halves, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+  return Floats{_mm256_cvtph_ps(_mm256_castsi256_si128(there)), _mm256_cvtph_ps(_mm256_extracti128_si256(there, 1))} *
+         filled(256.0f);
 }
 
 // As float32 with the lower half yet to be cut off; what is no number stays none.
@@ -192,13 +202,16 @@ inline void store16(bf16* to, Floats x, int64_t count) {
   store16(part, x);
   if (count > 0) std::memcpy(to, part, count * sizeof(bf16));
 }
-inline void store16(int8_t* to, Floats x, int64_t count) {
-  const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+inline void store_bytes(void* to, Words x, int64_t count) {
+  const __m256i mixed = _mm256_packs_epi32(x.low, x.high);
   const __m256i halves = _mm256_permute4x64_epi64(mixed, 0xd8);
   int8_t part[kLanes];
   _mm_storeu_si128(reinterpret_cast<__m128i*>(part),
                    _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
   if (count > 0) std::memcpy(to, part, count < kLanes ? count : kLanes);
+}
+inline void store16(int8_t* to, Floats x, int64_t count) {
+  store_bytes(to, {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}, count);
 }
 
 // --- codes -----------------------------------------------------------------------------------------------------------

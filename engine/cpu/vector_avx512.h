@@ -100,6 +100,13 @@ inline Floats load16(const int8_t* from, int64_t count) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(count).all, from)))};
 }
 
+// As fp16, of which no number is too small, with an exponent that is 8 too low.
+inline Floats load16(const e4m3* from, int64_t count) {
+  const __m256i halves = _mm256_cvtepi8_epi16(_mm_maskz_loadu_epi8(first_lanes(count).all, from));
+  const __m256i there = _mm256_and_si256(_mm256_slli_epi16(halves, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
+  return Floats{_mm512_cvtph_ps(there)} * filled(256.0f);
+}
+
 inline __m256i rounded(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x.all); }
 inline void store16(float* to, Floats x) { _mm512_storeu_ps(to, x.all); }
 inline void store16(bf16* to, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded(x)); }
@@ -107,9 +114,10 @@ inline void store16(float* to, Floats x, int64_t count) { _mm512_mask_storeu_ps(
 inline void store16(bf16* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count).all, rounded(x));
 }
-inline void store16(int8_t* to, Floats x, int64_t count) {
-  _mm_mask_storeu_epi8(to, first_lanes(count).all, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.all)));
+inline void store_bytes(void* to, Words x, int64_t count) {
+  _mm_mask_storeu_epi8(to, first_lanes(count).all, _mm512_cvtsepi32_epi8(x.all));
 }
+inline void store16(int8_t* to, Floats x, int64_t count) { store_bytes(to, {_mm512_cvtps_epi32(x.all)}, count); }
 
 inline Floats as_bf16(Floats x) { return as_floats(shifted_left<16>(widened(rounded(x)))); }
 inline Words pairs(Floats low, Floats high) {

@@ -15,7 +15,7 @@ from engine.models.config_file import DTYPES, ConfigFile
 from kvstore.layout import DTYPE_BYTES, INT8, LATENT, PageLayout
 
 FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-"""The values of `model.kv_cache_dtype` that vLLM's runner alone takes, each with the dtype of its pages."""
+"""The values of `model.kv_cache_dtype` for FP8, each with the dtype of vLLM's pages."""
 
 WITH_STATES = "granitemoehybrid"
 """The `model_type` of models with recurrent states that were tried: Granite 4."""

@@ -25,6 +25,7 @@ from engine.models.config_file import ConfigFile
 from engine.spec import QUANTIZED_AT_LOAD
 from engine.vllm_runner import VLLM_VERSION, VLLM_VERSIONS, pages
 from engine.vllm_runner.child_environment import SECOND_RUNNER
+from kvstore.layout import CODES
 
 REGISTRY = "model_executor/models/registry.py"
 """Where vLLM lists the architectures that it serves, below its package."""
@@ -89,7 +90,7 @@ def setting_that_needs_vllm(config: Config) -> str:
         return f"model.lora_modules names LoRA adapters ({', '.join(sorted(config.model.lora_modules))})"
     if config.model.max_loras:
         return f"model.max_loras is {config.model.max_loras}"
-    if config.model.kv_cache_dtype in pages.FP8:
+    if config.model.kv_cache_dtype in pages.FP8.keys() - CODES.keys():
         return f"model.kv_cache_dtype is {config.model.kv_cache_dtype}"
     if config.model.quantization and config.model.quantization not in QUANTIZED_AT_LOAD:
         return f"model.quantization is {config.model.quantization}"

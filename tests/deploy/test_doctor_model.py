@@ -92,7 +92,7 @@ def test_the_runner_that_can_serve_it_is_named_when_another_one_is_asked_for(mod
     assert "--engine vllm" in finding(report, "engine")["advice"]
 
 
-def test_pages_in_fp8_are_for_vllm_and_take_half(model: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch):
+def test_pages_in_fp8_take_half(model: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch):
     changed(model, head_dim=32, dtype="bfloat16")
     vllm = ("--set", "model.engine=vllm", "--set", "pages.page_size=32")
     fp8 = ("--set", "model.kv_cache_dtype=fp8", "--set", "pages.page_size=32")
@@ -100,15 +100,18 @@ def test_pages_in_fp8_are_for_vllm_and_take_half(model: Path, doctor: Doctor, mo
     monkeypatch.setattr(requirements, "cpu_description", lambda: flags)
     _, report = doctor(model, *vllm, vllm=RIGHT)
     assert ", 64.0 KiB a page" in finding(report, "memory")["found"]
-    code, report = doctor(model, *fp8, vllm=RIGHT)
+    _, report = doctor(model, *fp8, vllm=RIGHT)
+    assert report["engine"] == "native"
+    assert ", 36.0 KiB a page" in finding(report, "memory")["found"]  # a scale to 32 numbers
+    code, report = doctor(model, *vllm, *fp8, vllm=RIGHT)
     assert (code, report["engine"]) == (0, "vllm")
-    assert "model.kv_cache_dtype is fp8, and only vLLM's runner has that" in finding(report, "our own engine")["found"]
     assert ", 32.0 KiB a page" in finding(report, "memory")["found"]
-    code, report = doctor(model, *fp8, "--set", "model.engine=native", vllm=RIGHT)
+    only_vllm = ("--set", "model.kv_cache_dtype=fp8_e5m2", "--set", "pages.page_size=32")
+    code, report = doctor(model, *only_vllm, "--set", "model.engine=native", vllm=RIGHT)
     assert code == 1
     assert "vLLM's runner can serve it: --engine vllm" in finding(report, "engine")["advice"]
     flags = "avx2"
-    code, report = doctor(model, *fp8, vllm=RIGHT)
+    code, report = doctor(model, *only_vllm, vllm=RIGHT)
     assert (code, report["engine"]) == (1, None)
     assert "on a CPU with AVX-512 only" in finding(report, "vLLM's runner")["advice"]
 

@@ -22,7 +22,7 @@ from kvstore.kv_window import KvWindow
 from tests.engine.driver import GREEDY, prompt_of
 from tests.support import checkpoints, quantized_checkpoints
 from tests.support.checkpoints import RECIPES, VOCAB
-from tests.support.int8_pages import token_rows
+from tests.support.coded_pages import token_rows
 from tests.support.thorough import cases, examples
 
 Engines = Callable[..., Engine]
@@ -38,7 +38,12 @@ TILE_ORDER = "-DBATON_TILE_ORDER"
 AMX = "amx_bf16" in build.cpu_description().split()
 NARROW = ("-march=x86-64-v3", TILE_ORDER) if AMX else ("-march=x86-64-v3",)
 ODD = {"hidden_size": 72, "head_dim": 18, "intermediate_size": 131, "num_attention_heads": 6}
-INT8 = [("llama", "bfloat16, int8"), ("gemma3", "bfloat16, int8"), ("mistral-window", "float32, int8")]
+CODED = [
+    *product(["llama", "gemma3"], ["bfloat16, int8"]),
+    ("mistral-window", "float32, int8"),
+    ("llama", "float32, fp8"),
+    ("mistral-window", "bfloat16, fp8"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -163,12 +168,12 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random, window: KvW
 
 
 @pytest.mark.technique("The same bits by every path")
-@pytest.mark.technique("Pages in int8")
+@pytest.mark.technique("Pages in codes, with a scale for each token and head")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         *product([*RECIPES, "odd", "int8 of llama", "int4 of qwen3", "awq of phi3"], ["bfloat16", "float32"]),
-        *INT8,
+        *CODED,
         ("int8 of llama", "bfloat16, int8"),
     ],
 )
@@ -185,7 +190,7 @@ def test_no_path_changes_a_bit(name: str, dtype: str, data: st.DataObject, engin
 
 @pytest.mark.technique("Attention sinks with a window, of a request")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*product(["llama", "qwen3", "int4 of qwen3"], ["bfloat16", "float32"]), INT8[0]]
+    ("name", "dtype"), [*product(["llama", "qwen3", "int4 of qwen3"], ["bfloat16", "float32"]), CODED[0]]
 )
 @examples(12)
 @given(data=st.data())
@@ -299,7 +304,7 @@ def test_a_mistake_in_the_kernels_is_found(
 
 
 @pytest.mark.technique("Speculation by n-grams, token-identical")
-@pytest.mark.parametrize(("name", "dtype"), [*product(RECIPES, ["bfloat16", "float32"]), *INT8])
+@pytest.mark.parametrize(("name", "dtype"), [*product(RECIPES, ["bfloat16", "float32"]), *CODED])
 @examples(6)
 @given(data=st.data())
 def test_rows_of_proposals_have_the_bits_of_single_rows(

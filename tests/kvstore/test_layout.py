@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import DTYPE_BYTES, FORMS, INT8, LATENT, LAYOUT_VERSION, PageLayout
+from kvstore.layout import DTYPE_BYTES, FORMS, FP8, INT8, LATENT, LAYOUT_VERSION, PageLayout
 
 layouts = st.builds(
     PageLayout,
@@ -13,7 +13,7 @@ layouts = st.builds(
     num_kv_heads=st.integers(1, 16),
     head_dim=st.integers(1, 256),
     page_size=st.integers(1, 64),
-    dtype=st.sampled_from([dtype for dtype in DTYPE_BYTES if dtype != INT8]),
+    dtype=st.sampled_from([dtype for dtype in DTYPE_BYTES if dtype not in (INT8, FP8)]),
     form=st.sampled_from(FORMS),
 ) | st.builds(
     PageLayout,
@@ -21,7 +21,7 @@ layouts = st.builds(
     num_kv_heads=st.integers(1, 16),
     head_dim=st.integers(1, 128).map(lambda half: 2 * half),
     page_size=st.integers(1, 64),
-    dtype=st.just(INT8),
+    dtype=st.sampled_from([INT8, FP8]),
 )
 
 
@@ -34,9 +34,10 @@ def test_sizes_of_a_known_page():
     latent = PageLayout(num_layers=61, num_kv_heads=1, head_dim=576, page_size=16, dtype="bfloat16", form=LATENT)
     assert latent.shape == (1, 61, 16, 576)
     assert latent.token_bytes == 61 * 576 * 2
-    codes = PageLayout(num_layers=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=INT8)
-    assert codes.shape == (8, 32, 2 * 16 * (128 + 4))
-    assert codes.page_bytes == layout.page_bytes * 132 // 256
+    for dtype in (INT8, FP8):
+        codes = PageLayout(num_layers=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
+        assert codes.shape == (8, 32, 2 * 16 * (128 + 4))
+        assert codes.page_bytes == layout.page_bytes * 132 // 256
 
 
 @given(layouts)
@@ -50,7 +51,7 @@ def test_a_page_has_the_bytes_of_its_shape_with_kv_heads_outermost(layout: PageL
     [
         {"dtype": "int4"},
         {"dtype": INT8, "form": LATENT},
-        {"dtype": INT8, "head_dim": 7},
+        {"dtype": FP8, "head_dim": 7},
         {"page_size": 0},
         {"head_dim": "64"},
         {"num_layers": True},

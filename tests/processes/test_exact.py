@@ -17,6 +17,7 @@ from engine.models.config import load_spec
 from engine.models.quantize import quantize
 from engine.spec import QUANTIZED_AT_LOAD
 from engine.step.batch import Chunk, TokenDraw
+from kvstore.layout import FP8, INT8
 from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.engines import ENGINE
@@ -39,9 +40,16 @@ RUNS = cases(
         ("qwen3-moe", "2P+2D"),
     ],
 )
-QUANTIZED = cases(
-    [(form, shape) for form in QUANTIZED_AT_LOAD for shape in SHAPES],
-    [("int8", "1P+1D"), ("int8", "colocated"), ("int4", "2P+2D")],
+_FORMATS = [*((form, "auto") for form in QUANTIZED_AT_LOAD), *(("", held) for held in (INT8, FP8))]
+FORMATS = cases(  # weights, pages, shape
+    [(*formats, shape) for formats in _FORMATS for shape in SHAPES],
+    [
+        ("int8", "auto", "1P+1D"),
+        ("int8", INT8, "colocated"),
+        ("int4", FP8, "2P+2D"),
+        ("", INT8, "1P+1D"),
+        ("", FP8, "1P+1D"),
+    ],
 )
 PROMPTS = workload.prompts()
 _LONG = 100  # tokens, several times a window
@@ -146,47 +154,37 @@ def test_prefill_on_one_node_and_decode_on_another(
         eventually(lambda: all(nothing_held(cluster, store) for store in stores), what="nothing held in any store")
 
 
-@pytest.mark.technique("Pages in int8")
+@pytest.mark.technique("Pages in codes, with a scale for each token and head")
 @pytest.mark.native
-@pytest.mark.skipif(
-    not build.can_compile(), reason="no compiler, or no AVX2: torch does the work, with other last bits"
-)
-def test_a_hand_off_in_int8_has_the_tokens_of_one_worker(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    """64 requests at once, beside one engine that computes them one by one."""
-    path = checkpoint("wide-llama")
-    alone = Engine.load(path, "float32", "cpu", 160, 16, head=True, threads=1, kv_cache_dtype="int8")
-    settings = workload.settings(path, 1, 1, **{"model.kv_cache_dtype": "int8", "router.queue_timeout_ms": 300_000})
-    with LocalCluster(settings, tmp_path) as cluster:
-        answers = workload.ask_all(cluster.address, PROMPTS)
-        for prompt, answer in zip(PROMPTS, answers, strict=True):
-            pages = range(160)
-            alone.step([Chunk(prompt[:-1], 0, pages)] if len(prompt) > 1 else [])
-            assert list(answer.token_ids) == _greedy(alone, prompt, pages)
-        fetched = sum(answer.work.pages_fetched for answer in answers)
-        moved = fetched * alone.layout.page_bytes
-        assert 0 < moved <= 0.55 * fetched * replace(alone.layout, dtype="bfloat16").page_bytes
-        eventually(
-            lambda: metric(cluster, "decode-0", "bytes_copied_total", direction="in") == moved, what="bytes in int8"
-        )
-
-
-@pytest.mark.native
-@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: refused there")
-@pytest.mark.parametrize(("form", "shape"), QUANTIZED)
-def test_a_cluster_that_quantizes_at_load_has_the_tokens_of_the_quantized_checkpoint(
-    form: str, shape: str, checkpoint: Callable[[str], Path], tmp_path: Path
+@pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch's last bits, or refused there")
+@pytest.mark.parametrize(("form", "held", "shape"), FORMATS)
+def test_a_cluster_with_formats_has_the_tokens_of_one_engine(
+    form: str, held: str, shape: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """`form` of weights that are quantized when they are loaded, beside an engine with the checkpoint that `baton
+    quantize` writes. `held`: of pages."""
     path, prompts = checkpoint("wide-llama"), PROMPTS[::3]
-    quantize(path, tmp_path / "written", QUANTIZED_AT_LOAD[form], 128, False, lambda _: None)
-    alone = Engine.load(tmp_path / "written", "float32", "cpu", 160, 16, head=True, threads=1)
+    if form:
+        quantize(path, tmp_path / "written", QUANTIZED_AT_LOAD[form], 128, False, lambda _: None)
+    written = tmp_path / "written" if form else path
+    alone = Engine.load(written, "float32", "cpu", 160, 16, head=True, threads=1, kv_cache_dtype=held)
     prefill, decode, split = SHAPES[shape]
-    more = {"model.quantization": form, "router.disaggregation": split, "router.queue_timeout_ms": 300_000}
+    more = {"model.quantization": form, "model.kv_cache_dtype": held, "router.disaggregation": split}
+    more |= {"router.queue_timeout_ms": 300_000}
     with LocalCluster(workload.settings(path, prefill, decode, **more), tmp_path) as cluster:
         answers = workload.ask_all(cluster.address, prompts)
         for prompt, answer in zip(prompts, answers, strict=True):
             alone.step([Chunk(prompt[:-1], 0, range(160))] if len(prompt) > 1 else [])
             assert list(answer.token_ids) == _greedy(alone, prompt, range(160))
-        assert split != "always" or any(answer.work.pages_fetched for answer in answers)
+        if split != "always":
+            return
+        fetched = sum(answer.work.pages_fetched for answer in answers)
+        moved = fetched * alone.layout.page_bytes
+        assert moved > 0
+        assert held == "auto" or moved <= 0.55 * fetched * replace(alone.layout, dtype="bfloat16").page_bytes
+        eventually(
+            lambda: metric(cluster, "decode-0", "bytes_copied_total", direction="in") == moved, what="bytes of pages"
+        )
 
 
 @pytest.mark.technique("Paged KV cache")

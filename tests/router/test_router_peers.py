@@ -45,6 +45,7 @@ def changed(**fields: Any):
         ({"model": changed(page_size=32)}, ("page_size is 32", "has 4")),
         ({"model": changed(kv_dtype="bfloat16")}, ("namespace.kv_dtype is 'bfloat16'", "has 'float32'")),
         ({"model": changed(kv_dtype="int8", model=b"x" * 16)}, ("namespace.kv_dtype is 'int8'", "has 'float32'")),
+        ({"model": changed(kv_dtype="fp8", model=b"x" * 16)}, ("namespace.kv_dtype is 'fp8'", "has 'float32'")),
         ({"model": changed(quantization="int8", model=b"x" * 16)}, ("namespace.quantization is 'int8'", "has ''")),
         (
             {"model": changed(numerics="torch-1/00000000")},
