@@ -9,25 +9,30 @@ or say how they were measured.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
 import yaml
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
-from baton.config import Config, load
+from baton.config import Config, ModelConfig, load
 from baton.errors import ConfigError
 from baton.messages import StepSample
 from engine.step.batch import Chunk
+from engine.vllm_runner.pages import FP8
+from kvstore.layout import CODES, PageLayout
 from router.placement.step_costs import DecodeCost, PrefillCost, pairs
 
 MODELS = Path(__file__).parent / "models"
 
 _CALIBRATION = ((64, 0), (256, 0), (1_024, 0), (0, 1), (0, 8))  # prompt tokens, rows
 _CALIBRATION_CONTEXT = 128  # tokens of each row
+
+_FORMAT = "bfloat16"  # of the figures in a file
+_BITS = {"": 16, "int8": 8, "int4": 4, "fp8": 8}  # of a weight, by `model.quantization`; scales are left out
 
 _Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
 _Rate: TypeAlias = Annotated[float, Meta(gt=0)]  # bytes per second
@@ -58,6 +63,14 @@ class FrontTimes(Struct, frozen=True, forbid_unknown_fields=True):
 
     request: _Seconds
     token: _Seconds  # per prompt token: parsing and tokenizing
+
+
+class FormatTimes(Struct, frozen=True, forbid_unknown_fields=True):
+    """What other formats of weights and pages save of a step's times, which are those of bfloat16."""
+
+    weights: _Seconds  # of `fixed`: reading them
+    context: Annotated[float, Meta(ge=0, le=1)]  # the part of `context` that is reading K and V
+    head_dim: Annotated[int, Meta(ge=2)]
 
 
 @dataclass(frozen=True)
@@ -95,6 +108,7 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
     disk: DiskTimes | None = None
     front: FrontTimes | None = None  # nothing: it takes no time
     gpus: Annotated[int, Meta(ge=1)] = 1  # per worker
+    formats: FormatTimes | None = None
     config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
 
     @property
@@ -122,6 +136,34 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
                 "write and latency to its file"
             )
         return config
+
+    def in_formats(self, model: ModelConfig) -> ModelTiming:
+        """Return the times with the weights and pages that a configuration asks for: fewer bytes are read, copied and
+        sent, and as many hold more tokens. Raises ConfigError for a format without figures."""
+        pages = CODES.get(model.kv_cache_dtype) or FP8.get(model.kv_cache_dtype, model.kv_cache_dtype)
+        if not model.quantization and pages in ("auto", _FORMAT):
+            return self
+        if self.formats is None:
+            raise ConfigError(
+                "this timing model has no figures of other formats: leave out model.quantization and "
+                "model.kv_cache_dtype, or add `formats:` with weights, context and head_dim to its file"
+            )
+        if model.quantization not in _BITS:
+            raise ConfigError(
+                f"model.quantization is {model.quantization}, and only {', '.join(filter(None, _BITS))} are simulated"
+            )
+        plain = PageLayout(1, 1, self.formats.head_dim, 1, _FORMAT)
+        held = plain if pages == "auto" else replace(plain, dtype=pages)
+        share = held.token_bytes / plain.token_bytes
+        saved = self.formats.weights * (1 - _BITS[model.quantization] / _BITS[""])
+        slope = 1 - self.formats.context * (1 - share)
+
+        def times(step: StepTimes) -> StepTimes:
+            return structs.replace(step, fixed=step.fixed - saved, context=step.context * slope)
+
+        return structs.replace(
+            self, token_bytes=round(self.token_bytes * share), prefill=times(self.prefill), decode=times(self.decode)
+        )
 
 
 class StepWork(Struct, frozen=True):

@@ -110,7 +110,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[Explanation
     BatonError."""
     model = timing.read(args.model)
     config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
-    layout = Layout.parse(args.cluster, args.per_node)
+    model, layout = model.in_formats(config.model), Layout.parse(args.cluster, args.per_node)
     placer = policies.policy_named(args.policy, args.seed, model.costs, model.network)
     cluster = SimulatedCluster(
         layout, model, config, args.seed, placer, runs=not args.single_steps, routers=args.routers

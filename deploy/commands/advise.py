@@ -23,6 +23,8 @@ def advise(
     attainment: Annotated[float, typer.Option(help="Share of requests that must meet both objectives.")] = 0.9,
     gpus: Annotated[int, typer.Option(help="GPUs available.")] = 64,
     model: Annotated[str, typer.Option(help="A timing model: a name of simulator/models, or a file.")] = "a800_70b",
+    quantization: Annotated[str, typer.Option(help="Of weights: int8, int4 or fp8; empty: bfloat16.")] = "",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Of pages: int8 or fp8; auto: bfloat16.")] = "auto",
     requests: Annotated[int, typer.Option(min=10, help="Simulate the first N requests; more take longer.")] = 1_000,
     poisson: Annotated[float, typer.Option(metavar="RATE", help="Without a trace: requests a second.")] = 1.0,
     prompt: Annotated[str, typer.Option(help="Tokens: N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:MOST.")] = "2000",
@@ -42,6 +44,7 @@ def advise(
     question = split_search.Question(
         Path(trace) if trace else None, poisson, prompt, output, requests, gpus, model, objectives,
         jobs or split_search.default_jobs(), seed,
+        {"model.quantization": quantization, "model.kv_cache_dtype": kv_cache_dtype},
     )  # fmt: skip
     with Progress(err) as progress:
         advice = split_search.advise(question, progress.say)

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +45,7 @@ class Question:
     objectives: Objectives
     jobs: int
     seed: int
+    formats: Mapping[str, object]  # settings of `model`
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
         )
     sessions = _sessions(question.trace)
     load = [] if sessions else _load(question)
-    config = model.configuration(_PAGE_SIZE, {})
+    config = model.configuration(_PAGE_SIZE, question.formats)
+    model = model.in_formats(config.model)
     setting = Setting(load, model, config, objectives, question.seed, sessions, question.requests)
     offered = demand(setting)
     if offered.within < objectives.attainment:

@@ -63,6 +63,14 @@ def test_long_prompts_beside_a_tight_objective_are_split(model: Path) -> None:
     assert split["served"]["goodput"] > colocated["served"]["goodput"]
 
 
+def test_formats_of_weights_and_pages_change_the_advice(model: Path) -> None:
+    formats = ("--quantization", "int4", "--kv-cache-dtype", "int8")
+    assert "add `formats:`" in call(model, *LOOSE, "--gpus", 2, *formats).output
+    model.write_text(MODEL + "formats: {weights: 0.008, context: 1, head_dim: 64}\n")
+    plain, fewer = (answer(model, *LOOSE, "--gpus", 2, *more)["clusters"][0]["speed"] for more in ((), formats))
+    assert fewer > 1.1 * plain
+
+
 def test_short_prompts_beside_a_loose_one_are_not(model: Path) -> None:
     advice = answer(model, *LOOSE, "--gpus", 4)
     assert not advice["splitting_pays"]

@@ -53,3 +53,31 @@ def test_a_worker_without_a_gpu_is_none(tmp_path: Path) -> None:
 def test_a_disk_without_times_is_refused() -> None:
     with pytest.raises(ConfigError, match="no times of a disk"):
         read("a800_70b").configuration(512, {"disk.path": "/somewhere"})
+
+
+def test_formats_of_weights_and_pages_change_bytes_and_step_times() -> None:
+    plain = read("h100_8b")
+    config = plain.configuration(512, {"model.quantization": "int4", "model.kv_cache_dtype": "fp8"})
+    fewer = plain.in_formats(config.model)
+    assert fewer.token_bytes == 131_072 * (128 + 4) // 256
+    for step, other in ((fewer.prefill, plain.prefill), (fewer.decode, plain.decode)):
+        assert step.fixed == pytest.approx(other.fixed - 0.75 * 16e9 / (0.7 * 3.35e12), rel=0.01)
+        assert step.context == pytest.approx(other.context * (128 + 4) / 256)
+        assert (step.token, step.pair, step.row) == (other.token, other.pair, other.row)
+    assert plain.in_formats(plain.configuration(512, {}).model) == plain
+    cpu = read("cpu_100m")
+    config = cpu.configuration(16, {"model.kv_cache_dtype": "int8"})
+    assert cpu.in_formats(config.model).token_bytes == cpu.token_bytes * (64 + 4) // 128
+    assert cpu.in_formats(config.model).decode == cpu.decode  # measured: the kernels don't wait for K and V
+
+
+@pytest.mark.parametrize(
+    ("file", "quantization", "error"),
+    [("h100_8b", "awq", "quantization is awq, and only int8, int4, fp8"), ("none.yaml", "int8", "add `formats:`")],
+)
+def test_formats_without_figures_are_refused(file: str, quantization: str, error: str, tmp_path: Path) -> None:
+    lines = (MODELS / "h100_8b.yaml").read_text().splitlines()
+    (tmp_path / "none.yaml").write_text("\n".join(line for line in lines if not line.startswith("formats:")))
+    timing = read(str(tmp_path / file) if file.endswith(".yaml") else file)
+    with pytest.raises(ConfigError, match=error):
+        timing.in_formats(timing.configuration(512, {"model.quantization": quantization}).model)
