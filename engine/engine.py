@@ -39,16 +39,19 @@ from engine.device.page_pool import PagePool
 from engine.models import weights
 from engine.models.config import load_spec
 from engine.models.config_file import DTYPES
+from engine.models.heads import Heads
 from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.numerics import torch_digest
 from engine.runner import FinishedStep, Mover, PromptScores, StepHandle, VerifiedDraws
+from engine.sampling import counter_rng
 from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.likely_draws import draw_likely
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import QUANTIZED_AT_LOAD, ModelSpec
-from engine.step.batch import Batch, Chunk, Sampled, TokenDraw, flatten
+from engine.step.batch import Batch, Chunk, HiddenRow, Sampled, TokenDraw, flatten
 from kvstore.layout import CODES, PageLayout
 from kvstore.window_groups import NO_GROUPS
 
@@ -130,13 +133,16 @@ class Engine:
     def _compute_with(self, model_weights: ModelWeights) -> None:
         """Take these weights in the place of those before."""
         config, layout, pool = self.config, self.layout, self.pool
-        self._dtype = model_weights.embedding.dtype
+        self.dtype = model_weights.embedding.dtype
         self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
         self._native: forward.NativeForward | None = None
         if self._threads is not None and (library := build.library()) is not None:
             self._native = forward.NativeForward(library, self._threads, config, model_weights, layout, pool)
             self.numerics = numerics.probe(library, tuple(sorted(self._native.forms)))
         self.verifies = self._native is not None
+        self._hidden = (
+            torch.empty(0) if self._native is None else self._native.hidden
+        )  # normed, of the last draws' rows
         if self._cuda is not None:
             self._cuda = self._cuda._replace(launcher=self._launcher(CudaStreams(pool.device)))
 
@@ -260,11 +266,11 @@ class Engine:
         if spec.canonical != self.config.canonical:
             raise UnsupportedModel(f"config.json in {path} is of another model than the one that is served")
         maker = linear_maker(self.device, spec if self._threads is not None else None, self._quantization)
-        weights.check(path, spec, self._dtype, maker)
+        weights.check(path, spec, self.dtype, maker)
         del self._model, self._native
-        loaded = weights.load(path, spec, self._dtype, device, self.has_lm_head, maker)
+        loaded = weights.load(path, spec, self.dtype, device, self.has_lm_head, maker)
         self._compute_with(loaded.weights)
-        dtype = str(self._dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.")
         self.fingerprint = _fingerprint(loaded.fingerprint, dtype, self.layout, self._quantization)
         _give_back()
 
@@ -329,6 +335,23 @@ class Engine:
         masks = [draw.mask for chunk in masked for _, draw in chunk.draws if draw.mask is not None]
         return self._mask_threads.start(masks) if masks else None
 
+    @torch.inference_mode()
+    def guess(self, heads: Heads, rows: Sequence[HiddenRow], count: int) -> list[list[int]]:
+        """Return the next `count` tokens of each row as these heads guess them, drawn as the model would draw them."""
+        state = heads.first(self._hidden[[each.row for each in rows]])
+        tokens, draws = [each.token for each in rows], [each.draw for each in rows]
+        ahead = [
+            (draw.seed, draw.index, each.position + head)
+            for head in range(count)
+            for draw, each in zip(draws, rows, strict=True)
+        ]
+        keys = counter_rng.keys(*zip(*ahead, strict=True)).reshape(count, -1)
+        guesses: list[list[int]] = []
+        for head in range(count):
+            state = heads.advance(head, state, torch.tensor(tokens))
+            guesses.append(tokens := draw_likely(heads.logits(head, state), draws, keys[head]))
+        return [list(each) for each in zip(*guesses, strict=True)]
+
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:
         return flatten(chunks, self.layout.page_size, self.num_pages, self.vocab_size, self.window)
 
@@ -338,6 +361,7 @@ class Engine:
         if self._native is not None:
             with self.tracer.span("layers and head", "engine"):
                 scores = self._native.run(batch)
+                self._hidden = self._native.hidden
             return (None, None) if scores is None else (scores.logits, scores.best)
         with torch.inference_mode():
             with self.tracer.span("layers", "engine"):
@@ -371,7 +395,8 @@ class Engine:
                         row += len(targets)
                 drawn += range(row, row + len(chunk.draws))
                 row += len(chunk.draws)
-            return model.logits(hidden[drawn]) if drawn else None
+            self._hidden = hidden[drawn]
+            return model.logits(self._hidden) if drawn else None
 
 
 def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws]:

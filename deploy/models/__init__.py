@@ -1,4 +1,4 @@
-"""The checkpoints that come with Baton: a model worth talking to, and its small sibling for speculative decoding.
+"""The checkpoints that come with Baton: a model worth talking to, and a small sibling and heads that draft for it.
 
 Owns where they are. `tools/demo_model` makes them; `docs/demo-model.md` says what they can do and what not.
 """
@@ -14,6 +14,9 @@ DEMO_MODEL = Path(__file__).parent / "baton-demo"
 
 DRAFT_MODEL = DEMO_MODEL.with_name("baton-demo-draft")
 """Its smaller sibling with the same tokenizer, which may draft for it."""
+
+HEADS = DEMO_MODEL.with_name("baton-demo-heads")
+"""Heads that guess its next tokens from its hidden states."""
 
 
 def with_demo_model(config: Config) -> Config:

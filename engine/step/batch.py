@@ -197,6 +197,16 @@ class Chunk(Struct, frozen=True, gc=False):
         return [] if self.sample is None else list(enumerate((*self.verify, self.sample), self.known))
 
 
+class HiddenRow(Struct, frozen=True, gc=False):
+    """A row of the last step that has drawn a token, from which heads go on. `row` counts all draws of that step, and
+    `draw` is that of the token at `position`, the first to be guessed."""
+
+    row: int
+    token: int
+    position: int
+    draw: TokenDraw
+
+
 class Span(Struct, frozen=True, gc=False):
     """Where a chunk lies, or a part of it whose tokens have one gap: rows `first` to `last` − 1 of the batch, places
     `start` to `end` − 1 of what its tokens attend to. The first entries of `table` are the pages of that."""

@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deploy.models import DEMO_MODEL, DRAFT_MODEL
 from engine.models.config import load_spec
-from tools.demo_model import agreement, checkpoint, evaluate, train
+from engine.models.heads import Heads, HeadsSpec
+from engine.models.linear import PlainLinear
+from tools.demo_model import agreement, checkpoint, evaluate, heads, train
 from tools.demo_model import tokenizer as tokenizers
+from tools.demo_model.batches import draw_batch
 from tools.demo_model.conversation import BEGIN, Conversation, Message, render
 from tools.demo_model.network import Network, Shape, start
 
@@ -164,3 +167,19 @@ def test_a_run_ends_with_the_first_token_that_differs() -> None:
     right, wrong = True, False
     assert agreement.mean_run([[right, right, right, right, right, right]], 4) == (4 + 1) / 2
     assert agreement.mean_run([[right, wrong, wrong, right, right]], 4) == (1 + 0 + 2) / 3
+
+
+def test_heads_learn_to_guess_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "ROWS", 2)
+    monkeypatch.setattr(heads, "LENGTH", 128)
+    network = heads.read_network(DRAFT_MODEL)
+    tokenizer = Tokenizer.from_file(str(DRAFT_MODEL / "tokenizer.json"))
+    spec = HeadsSpec(network.shape.vocabulary, network.shape.hidden, 32, 2, tied=True)
+    drawn = draw_batch(tokenizer, (1, 0, 0), 2, 128)
+    losses: list[float] = []
+    for steps in (1, 40):
+        heads.write(tmp_path, spec, heads.train(network, tokenizer, spec, steps))
+        trained = Heads.load(tmp_path, torch.float32, PlainLinear)
+        assert trained.spec == spec
+        losses.append(heads.losses_of(network, trained, *drawn)[0].mean().item())
+    assert losses[1] < losses[0] - 1
