@@ -76,6 +76,7 @@ TECHNIQUES = (
         "Leviathan et al., 2023; Daliri et al., 2024",
         "decode_worker/draft_model.py",
     ),
+    Technique("Speculation by heads, token-identical", "Wertheimer et al., 2024", "decode_worker/heads.py"),
     Technique("Known tokens of a chat are not tokenized again", "ours", "router/frontend"),
     Technique("Steps launched ahead", "SGLang's overlap scheduler; vLLM", "worker/loop.py"),
     Technique("Sliding windows", "Mistral 7B, 2023", "decode_worker"),

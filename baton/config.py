@@ -146,10 +146,11 @@ class ModelConfig(_Section, frozen=True):
     numerics: Literal["exact", "mixed"] = (
         "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
     )
-    speculation: Literal["auto", "off", "ngram", "draft"] = (
-        "auto"  # proposes tokens, which steps verify; ngram, draft: all of them; auto: those that pay, where exact
+    speculation: Literal["auto", "off", "ngram", "draft", "heads"] = (
+        "auto"  # proposes tokens, which steps verify; ngram, draft, heads: all; auto: those that pay, where exact
     )
     draft_model: str = ""  # a small checkpoint of the same vocabulary, which proposes tokens; as `path`
+    speculation_heads: str = ""  # directory or hub id of an mlp_speculator for the model, which proposes tokens
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
@@ -539,9 +540,9 @@ def _with_normal_hosts(config: Config) -> Config:
 
 
 def _beside(config: Config, paths: Iterable[str]) -> Config:
-    kind = "auto" if config.model.speculation == "draft" else config.model.speculation
+    kind = "auto" if config.model.speculation in ("draft", "heads") else config.model.speculation
     plain = msgspec.structs.replace(
-        config.model, served_model_name="", lora_modules={}, draft_model="", speculation=kind
+        config.model, served_model_name="", lora_modules={}, draft_model="", speculation_heads="", speculation=kind
     )
     more = [
         FurtherModel(
@@ -658,10 +659,20 @@ def _check_models(config: Config) -> None:
                 f"model.max_loras is {model.max_loras}, and model.lora_modules names "
                 f"{len(model.lora_modules)} adapters; raise it, or leave it out"
             )
-        if bool(model.draft_model) != (model.speculation == "draft") and model.speculation != "auto":
+        drafters = (
+            ("draft_model", "draft", model.draft_model),
+            ("speculation_heads", "heads", model.speculation_heads),
+        )
+        for field, kind, path in drafters:
+            if bool(path) != (model.speculation == kind) and model.speculation != "auto":
+                raise ConfigError(
+                    f"model.speculation is {model.speculation} and model.{field} {path!r}; "
+                    f"name one if it is {kind} or auto, and none otherwise"
+                )
+        if model.draft_model and model.speculation_heads:
             raise ConfigError(
-                f"model.speculation is {model.speculation} and model.draft_model {model.draft_model!r}; "
-                "name a draft model if it is draft or auto, and none otherwise"
+                f"model.draft_model is {model.draft_model!r} and model.speculation_heads {model.speculation_heads!r}; "
+                "name one of them"
             )
         names = {*model.served_names, *model.lora_modules}
         if clash := names_so_far & names:

@@ -1,9 +1,8 @@
 """Guesses of a draft model: a small model of the same vocabulary, which goes on alone from where sequences are.
 
-It draws with the random numbers that the model itself will draw with, so a guess is right wherever both find nearly the
-same logits. Its K and V are this worker's alone and lie in a pool of their own. They are computed from the tokens when
-a sequence is first drafted for, and forgotten when others need the room. The longest unused go first, so nothing need
-tell of a sequence's end. Pure, but for what runs the model.
+Its K and V are this worker's alone and lie in a pool of their own. They are computed from the tokens when a sequence is
+first drafted for, and forgotten when others need the room. The longest unused go first, so nothing need tell of a
+sequence's end. Pure, but for what runs the model.
 """
 
 # pyright: strict
@@ -15,24 +14,17 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from baton.messages import AttemptName, StepSample
+from baton.step_cost_model import pairs
+from decode_worker.drafter import FAR, LATELY, Draft
 from decode_worker.sequence import Sequence
-from engine.step.batch import Chunk, Sampled, TokenDraw
+from engine.step.batch import Chunk, Sampled
 from engine.step.block_table import BlockTable
+from engine.step.outcome import ScheduledBatch
 from engine.step.timing import WorkerStepTimes, sample_of
 
-_LATELY = 0.1  # weight of the newest step
-_FAR = 4.0  # times what was expected: so much counts of a step that took longer
+_CATCH_UP = 512  # tokens of contexts that it computes before a step, at most
+_FEW = 4  # tokens that it computes of a sequence without asking whether they are worth it
 _USUAL = 17  # tokens of a sequence that are computed before a guess, at most: more are a prompt's
-
-
-@dataclass
-class Draft:
-    """A sequence that is to be drafted for: up to `count` tokens."""
-
-    sequence: Sequence
-    draw: TokenDraw  # of its next token
-    count: int
-    guess: list[int] = field(default_factory=list[int])
 
 
 @dataclass
@@ -63,22 +55,28 @@ class DraftModel:
         self._contexts: dict[AttemptName, _Context] = {}  # the longest unused first
         self._lately = [1.0, 1.0]  # times what the fit expects of rows: the first step of a guess, and a further one
 
-    def pending(self, sequence: Sequence) -> int:
-        """Return how many of its tokens the model must compute before it guesses."""
+    def drew(self, plan: ScheduledBatch, drawn: Items[Items[Sampled]]) -> None:
+        """See `Drafter`. It learns what was drawn from the tokens."""
+
+    def most(self, sequence: Sequence) -> int:
+        """See `Drafter`."""
+        return self._max_positions - len(sequence.tokens)
+
+    def catching_up(self, sequence: Sequence) -> float:
+        """See `Drafter`."""
         context = self._contexts.get(sequence.name)
-        return len(sequence.tokens) - (0 if context is None else context.computed + len(context.ahead))
+        tokens = len(sequence.tokens) - (0 if context is None else context.computed + len(context.ahead))
+        return self.costs.seconds(tokens, pairs(tokens)) if tokens > _FEW else 0.0
 
     def seconds(self, steps: int, sequences: int, context: int) -> float:
-        """Return what so many steps take that guess for so many sequences, which have `context` tokens together."""
+        """See `Drafter`."""
         first, further = self._lately
         return (first + (steps - 1) * further) * self.costs.seconds(rows=sequences, context=context)
 
-    def guess(self, drafts: Items[Draft], budget: int) -> float:
-        """Fill in the guesses, all of them in as many steps as the longest has tokens. Return the seconds it took.
-
-        A sequence of which more than `budget` tokens are to be computed gets so many computed and no guess. It gets
-        none either if the pool has no room for it beside the others.
-        """
+    def guess(self, drafts: Items[Draft], within: float | None) -> float:
+        """See `Drafter`. A sequence that is to be caught up with for longer is caught up with in part. One that the
+        pool has no room for beside the others gets no guess either."""
+        budget = min(_CATCH_UP, (within is not None and self.costs.tokens_within(within)) or _CATCH_UP)
         samples: list[StepSample] = []
         context = sum(len(draft.sequence.tokens) for draft in drafts)
         names = {draft.sequence.name for draft in drafts}
@@ -90,8 +88,8 @@ class DraftModel:
         while chunks:
             sampled, seconds = self._run([chunk for _, chunk in chunks])
             samples.append(sample_of([chunk for _, chunk in chunks], seconds))
-            pairs = zip(chunks, sampled, strict=True)
-            chunks = [(draft, follow) for (draft, chunk), drawn in pairs if (follow := self._next(draft, chunk, drawn))]
+            both = zip(chunks, sampled, strict=True)
+            chunks = [(draft, follow) for (draft, chunk), drawn in both if (follow := self._next(draft, chunk, drawn))]
         if samples:
             self._learn(samples, len(drafts), context)
             self.costs.add_steps(samples)
@@ -105,16 +103,13 @@ class DraftModel:
         further = [sample for sample in samples[1:] if sample.rows == sequences]
         for which, steps in enumerate((samples[:1], further)):
             for step in [step for step in steps if step.seconds]:
-                most = _FAR * self._lately[which]
-                self._lately[which] += _LATELY * (min(step.seconds / each, most) - self._lately[which])
+                most = FAR * self._lately[which]
+                self._lately[which] += LATELY * (min(step.seconds / each, most) - self._lately[which])
 
     def _first(self, draft: Draft, budget: int, names: Collection[AttemptName]) -> Chunk | None:
         """The chunk that brings the model to the end of the sequence, or as near as the budget allows."""
         sequence = draft.sequence
         known = len(sequence.tokens)
-        end = min(known + draft.count, self._max_positions)
-        if end <= known:
-            return None
         context = self._contexts.pop(sequence.name, None) or _Context()
         self._contexts[sequence.name] = context
         context.computed = min(context.computed, known - 1)
@@ -125,7 +120,7 @@ class DraftModel:
         context.ahead.clear()
         tokens = sequence.tokens[context.computed : context.computed + max(1, budget)]
         whole = context.computed + len(tokens) == known
-        reach = end - 1 if whole else context.computed + len(tokens)
+        reach = known + draft.count - 1 if whole else context.computed + len(tokens)
         if not self._grow(context, -(-reach // self._page_size), names):
             return None
         start, context.computed = context.computed, context.computed + len(tokens)
@@ -137,7 +132,7 @@ class DraftModel:
         if drawn is None or not drawn.finite or drawn.token in draft.sequence.stop_token_ids:
             return None
         draft.guess.append(drawn.token)
-        if len(draft.guess) == draft.count or chunk.end + 1 >= self._max_positions:
+        if len(draft.guess) == draft.count:
             return None
         self._contexts[draft.sequence.name].ahead.append(drawn.token)
         return Chunk([drawn.token], chunk.end, chunk.pages, chunk.sample)

@@ -2,16 +2,16 @@
 
 With a + a² + … + aᵏ expected tokens from k proposals, of which each is right with probability a, a step has
 
-    (sequences + Σ e(aᵢ, kᵢ)) / (seconds · times(rows) + seconds of the draft model)
+    (sequences + Σ e(aᵢ, kᵢ)) / (seconds · times(rows) + seconds of the drafter)
 
 tokens a second. Of any number of proposals those with the largest aᵏ bring the most, so one number is to be found. The
-draft model makes as many steps as the longest of its guesses has tokens. Nothing is assumed of the seconds but that
+drafter makes as many steps as the longest of its guesses has tokens. Nothing is assumed of the seconds but that
 they are known.
 
 A price that was learned too dear would never be paid again, and one too cheap never compared with that of a step
 without proposals. So a step is a *trial* now and then: what proposals cost counts for a part, or double, or so much
 that there are none. Trials become rarer as long as the decision between some and none stays. A trial where there were
-none has few proposals, and the draft model's work for such trials takes at most a share of all seconds.
+none has few proposals, and the drafter's work for such trials takes at most a share of all seconds.
 
 A decision takes time, too. While there are no proposals, decisions take at most a share of all seconds. With a small
 model and many sequences one step in several is decided about, else each. Pure.
@@ -36,7 +36,7 @@ _FIRST_TRIAL, _TRIAL, _LAST_TRIAL = 16, 64, 512  # steps to one: the first, the 
 _TRIAL_SHARES = (0.15, 0.5, math.inf, 2.0)  # so many times the costs of proposals count in a trial
 _TRIAL_PROPOSALS = 16  # at most, where the last decision was none: of all sequences together
 _DECISION = 12e-6  # seconds that a decision takes for each sequence, its guess included
-_DECIDING, _TRYING = 0.005, 0.01  # share of all seconds: decisions, and work of the draft model for trials
+_DECIDING, _TRYING = 0.005, 0.01  # share of all seconds: decisions, and work of the drafter for trials
 
 _Chance: TypeAlias = tuple[float, int, int]
 
@@ -82,7 +82,7 @@ class ProposalChooser:
         return True
 
     def pay(self, seconds: float) -> bool:
-        """Take seconds of the draft model for a trial from those that may be spent; False: there are not so many."""
+        """Take seconds of the drafter for a trial from those that may be spent; False: there are not so many."""
         if seconds > self._for_trials:
             return False
         self._for_trials -= seconds
@@ -92,7 +92,7 @@ class ProposalChooser:
         self, guessers: Items[Guesser], sequences: int, seconds: float, prompts: float, drafting: Callable[[int], float]
     ) -> ProposalCounts:
         """For a step of so many sequences that takes `seconds` without proposals, and `prompts` more for those in it.
-        `drafting`: seconds of so many steps of the draft model."""
+        `drafting`: seconds of so many steps of the drafter."""
         self._until_trial -= 1
         share = 1.0
         if trial := self._until_trial < 0:
@@ -117,7 +117,7 @@ class ProposalChooser:
         share: float,
         most: int,
     ) -> ProposalCounts:
-        """Of each number of proposals, up to `most`, the likeliest, with the draft model's or without. `share`: so much
+        """Of each number of proposals, up to `most`, the likeliest, with the drafter's or without. `share`: so much
         counts of what they cost."""
         seconds, least = without[0], sum(without)
         best, price, likeliest = _MARGIN * sequences / least, 0.0, list[_Chance]()
@@ -139,7 +139,7 @@ class ProposalChooser:
 
 def _chances(guessers: Items[Guesser]) -> Iterator[_Chance]:
     """Yield of each proposal the probability that it and all before it are right, whose it is, and which step of the
-    draft model makes it; 0: none."""
+    drafter makes it; 0: none."""
     for number, each in enumerate(guessers):
         chance = 1.0
         for place in range(1, each.most + 1):

@@ -41,7 +41,7 @@ from baton.router_fairness import RouterFairness
 from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
 from decode_worker.admission import SequenceAdmission
-from decode_worker.draft_model import DraftModel
+from decode_worker.drafter import Drafter
 from decode_worker.growth_reserve import GrowthReserve, LearnedGrowthReserve
 from decode_worker.page_fetches import PageFetches
 from decode_worker.proposers import Proposer
@@ -121,7 +121,7 @@ class DecodeScheduler:
         recompute_share: float = 0.0,
         fixed_borders: bool = False,
         proposer: Callable[[], Proposer] | None = None,
-        draft_model: DraftModel | None = None,
+        drafter: Drafter | None = None,
         verify_all: bool = False,
         no_kv_windows: str = "",
     ) -> None:
@@ -132,7 +132,7 @@ class DecodeScheduler:
         model looks beyond, a token's own included; none: some layer attends to all. `groups`: those of its layers that
         attend to a window beside it. `adapters`: digests of those that orders may name. `recompute_share`: part of the
         pages that is checked. `fixed_borders`: see `engine.runner.Runner`. `proposer`: makes those of sequences; none:
-        they propose nothing. `draft_model`: guesses where they don't. No step may be planned while one with proposals
+        they propose nothing. `drafter`: guesses where they don't. No step may be planned while one with proposals
         runs. `verify_all`: whatever they cost, all are verified. `no_kv_windows`: see `engine.runner.Runner`."""
         self._config = config
         self._copies_overlap = copies_overlap
@@ -152,10 +152,8 @@ class DecodeScheduler:
         self._router_fairness = RouterFairness()
         self._planner = StepPlanner(config, page_size, calibration, fixed_borders=fixed_borders)
         self._speculation = (
-            Speculation(
-                proposer, self._planner.costs, self._pages, page_size, drafter=draft_model, verify_all=verify_all
-            )
-            if proposer or draft_model
+            Speculation(proposer, self._planner.costs, self._pages, page_size, drafter=drafter, verify_all=verify_all)
+            if proposer or drafter
             else None
         )
         leases = itertools.count(1)
@@ -494,6 +492,8 @@ class DecodeScheduler:
     def _step_ended(self, end: StepDone | StepOutOfMemory | StepFailed, now: float) -> list[DecodeCommand]:
         self._under_way = [plan for plan in self._under_way if plan is not end.plan]
         self._look_back()
+        if self._speculation is not None and not isinstance(end, StepDone):
+            self._speculation.step_failed()
         match end:
             case StepDone():
                 return self._step_done(end, now)
@@ -505,16 +505,18 @@ class DecodeScheduler:
     def _step_done(self, done: StepDone, now: float) -> list[DecodeCommand]:
         self._step += 1
         step = self._planner.step_ended(done.plan, now, done.seconds)
+        drawn = [
+            accepted(chunk, (*done.verified.get(number, ()), done.sampled[number]))
+            for number, chunk in enumerate(done.plan.values())
+        ]
         if self._speculation is not None:
-            self._speculation.step_ended(done.plan, step)
+            self._speculation.step_ended(done.plan, step, drawn)
         scored = self._take_scores(done)
-        drawn: list[Items[Sampled]] = []
-        learns = self._speculation if self._speculation is not None and self._speculation.guesses else None
-        for number, (name, chunk) in enumerate(done.plan.items()):
-            right = accepted(chunk, (*done.verified.get(number, ()), done.sampled[number]))
-            if learns is not None and (sequence := self._in_step(name, chunk)) is not None:
-                learns.learn(sequence, chunk, right)
-            drawn.append(_with_forced(chunk, right))
+        if self._speculation is not None and self._speculation.guesses:
+            for (name, chunk), each in zip(done.plan.items(), drawn, strict=True):
+                if (sequence := self._in_step(name, chunk)) is not None:
+                    self._speculation.learn(sequence, chunk, each)
+        drawn = [_with_forced(chunk, each) for chunk, each in zip(done.plan.values(), drawn, strict=True)]
         return scored + self._take_tokens(done.plan, drawn, now)
 
     def _take_scores(self, done: StepDone) -> list[DecodeCommand]:

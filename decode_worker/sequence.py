@@ -62,8 +62,8 @@ class Proposals:
     """What is guessed of a sequence, and what came of it."""
 
     proposer: Proposer | None
-    rights: list[float]  # probabilities that a guess is right: of the proposer, and of the draft model
-    drafted: bool = False  # the guess is the draft model's
+    rights: list[float]  # probabilities that a guess is right: of the proposer, and of the drafter
+    drafted: bool = False  # the guess is the drafter's
     guess: Items[int] = ()  # how it goes on, until its next draw
     verified: int = 0  # proposals
     accepted: int = 0

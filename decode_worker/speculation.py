@@ -18,8 +18,7 @@ from itertools import takewhile
 from msgspec.structs import replace
 
 from baton.messages import AttemptName, StepSample
-from baton.step_cost_model import pairs
-from decode_worker.draft_model import Draft, DraftModel
+from decode_worker.drafter import Draft, Drafter
 from decode_worker.proposal_counts import Guesser, ProposalChooser, ProposalCounts
 from decode_worker.proposers import Proposer
 from decode_worker.row_curve import RowCurve
@@ -30,13 +29,12 @@ from engine.step.outcome import ScheduledBatch
 from engine.step.timing import WorkerStepTimes, sample_of
 
 MOST = 16  # proposals of a sequence and step
-_FIRST = (0.5, 0.8)  # probability that a guess is right before anything is known: a proposer's, the draft model's
+_FIRST = (0.5, 0.8)  # probability that a guess is right before anything is known: a proposer's, the drafter's
 _WEIGHT = 0.1  # of the newest guess of a sequence
 _ALL = 0.005  # and of a worker's, with which new sequences begin
-_FORGET = 0.002  # of what is known of the draft model, with each step without it
+_FORGET = 0.002  # of what is known of the drafter, with each step without it
 _HIGHEST = 0.98
-_DEPTH = 4  # guesses of the draft model, where costs don't count
-_CATCH_UP = 512  # tokens of contexts that the draft model computes before a step, at most
+_DEPTH = 4  # guesses of the drafter, where costs don't count
 _LATELY = 0.2  # weight of the newest step
 _FAR = 4.0  # times what was expected: so much counts of a step that took longer
 
@@ -77,7 +75,7 @@ class Speculation:
         pages: SequencePages,
         page_size: int,
         *,
-        drafter: DraftModel | None = None,
+        drafter: Drafter | None = None,
         verify_all: bool = False,
     ) -> None:
         """`make`: a proposer for a sequence; none: there is none. `costs`: of steps. `pages`: from which the next one
@@ -92,10 +90,11 @@ class Speculation:
         self._chooser = ProposalChooser(self._curve)
         self._lately = 1.0  # times what the fit, which lags behind, expects: steps without proposals
         self._seconds = self._longer = 0.0  # of the step's rows without proposals, and what these add
+        self.step_failed()
 
     def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> float:
-        """Add proposals to the chunks of a plan, up to so many tokens in all. Return the seconds that the draft model
-        has taken."""
+        """Add proposals to the chunks of a plan, up to so many tokens in all. Return the seconds that the drafter has
+        taken."""
         self._longer, self.guesses = 0.0, False
         context = sum(chunk.start + 1 for chunk in plan.values())
         expected = self._costs.cost.of(rows=len(plan), context=context) * self._lately
@@ -123,8 +122,15 @@ class Speculation:
         self._longer = seconds + self._seconds * (self._curve.times(rows + more, rows) - 1)
         return seconds
 
-    def step_ended(self, plan: ScheduledBatch, step: StepSample) -> None:
-        """Learn what the step took."""
+    def step_failed(self) -> None:
+        """Whatever the last step was has drawn nothing."""
+        if self._drafter is not None:
+            self._drafter.drew({}, ())
+
+    def step_ended(self, plan: ScheduledBatch, step: StepSample, drawn: Items[Items[Sampled]]) -> None:
+        """Learn what the step took. `drawn`: the tokens of each chunk, proposals accepted included."""
+        if self._drafter is not None:
+            self._drafter.drew(plan, drawn)
         if step.tokens or not step.seconds:
             self._curve.interrupt()
             return
@@ -157,8 +163,8 @@ class Speculation:
         proposals.guess = ()
 
     def _candidate(self, name: AttemptName, sequence: Sequence, draw: TokenDraw) -> _Candidate | None:
-        """Let the sequence's proposer guess, and leave it to the draft model if it has no guess; none: the sequence is
-        of a kind that goes without, or nothing can guess."""
+        """Let the sequence's proposer guess, and leave it to the drafter if it has no guess; none: the sequence is of a
+        kind that goes without, or nothing can guess."""
         most = min(MOST, sequence.max_tokens - sequence.generated - 1)
         if most <= 0 or sequence.in_parts or (draw.mask is not None and draw.mask.slow):
             return None
@@ -168,12 +174,14 @@ class Speculation:
         guess = proposals.proposer.propose(sequence.tokens, most) if proposals.proposer else ()
         proposals.guess = list(takewhile(lambda token: token not in sequence.stop_token_ids, guess))  # no row follows
         proposals.drafted = not proposals.guess and self._drafter is not None
-        if not proposals.drafted:
+        if proposals.drafted and self._drafter is not None:
+            most = min(most, self._drafter.most(sequence))
+        else:
             most = len(proposals.guess)
-        return _Candidate(name, sequence, proposals, draw, most) if most else None
+        return _Candidate(name, sequence, proposals, draw, most) if most > 0 else None
 
     def _draft(self, candidates: Items[_Candidate]) -> float:
-        """Have the draft model guess as much as is worth it. Return the seconds that it took."""
+        """Have the drafter guess as much as is worth it. Return the seconds that it took."""
         drafts: list[Draft] = []
         for each in candidates:
             if each.count > 0:
@@ -182,8 +190,7 @@ class Speculation:
                 each.proposals.rights[True] += _FORGET * (_FIRST[True] - each.proposals.rights[True])
         if not drafts or self._drafter is None:
             return 0.0
-        budget = _CATCH_UP if self._verify_all else self._drafter.costs.tokens_within(self._seconds)
-        seconds = self._drafter.guess(drafts, min(_CATCH_UP, budget or _CATCH_UP))
+        seconds = self._drafter.guess(drafts, None if self._verify_all else self._seconds)
         for draft in drafts:
             assert draft.sequence.proposals is not None
             draft.sequence.proposals.guess = draft.guess
@@ -214,13 +221,12 @@ class Speculation:
         ]
 
     def _catches_up(self, each: _Candidate, count: int, chosen: ProposalCounts) -> bool:
-        """Whether its guesses are worth the tokens that the draft model must compute first, if it goes on as long as
-        it may. In a trial: whether these may be spent."""
+        """Whether its guesses are worth what the drafter must compute first, if it goes on as long as it may. In a
+        trial: whether that may be spent."""
         if not (count and each.proposals.drafted and self._drafter is not None):
             return True
-        if (tokens := self._drafter.pending(each.sequence)) <= _DEPTH:
+        if not (seconds := self._drafter.catching_up(each.sequence)):
             return True
-        seconds = self._drafter.costs.seconds(tokens, pairs(tokens))
         if chosen.trial:
             return self._chooser.pay(seconds)
         right = each.guesser.right

@@ -1,6 +1,7 @@
-"""The draft model of a decode worker: what fits beside a model, and how it is loaded.
+"""The draft model or the heads of a decode worker: what fits beside a model, and how it is loaded.
 
-`check` is called before anything starts. The draft model has an engine and pages of its own in the worker's process.
+`check` is called before anything starts. A draft model has an engine and pages of its own in the worker's process.
+Heads have their weights alone.
 """
 
 import json
@@ -12,16 +13,28 @@ from baton.checkpoints import hub
 from baton.config import Config, ModelConfig
 from baton.errors import ConfigError
 from decode_worker.draft_model import DraftModel
+from decode_worker.drafter import Drafter
+from decode_worker.heads import HeadsDrafter
+from engine.cpu.packed_linear import PackedLinears
 from engine.engine import Engine, layout_of
+from engine.models import heads
 from engine.models.config import load_spec
 from engine.runner import Runner
-from engine.step.batch import Chunk, Sampled
+from engine.step.batch import Chunk, HiddenRow, Sampled
 from worker.calibration import calibrate
 
 
 def check(model: ModelConfig, path: Path) -> None:
-    """Raise ConfigError unless `model.draft_model` has the vocabulary of the checkpoint in `path`, and ModelError if
-    it can't be read. Without a draft model nothing is checked."""
+    """Raise ConfigError unless `model.draft_model` or `model.speculation_heads` fits the checkpoint in `path`, and
+    ModelError if it can't be read. What is not named is not checked."""
+    if model.speculation_heads:
+        spec, fitting = load_spec(path), heads.load_spec(hub.resolve(model.speculation_heads))
+        if (fitting.vocab_size, fitting.hidden_size) != (spec.vocab_size, spec.hidden_size):
+            raise ConfigError(
+                f"model.speculation_heads {model.speculation_heads} is for {fitting.vocab_size} tokens and a hidden "
+                f"size of {fitting.hidden_size}, and the model has {spec.vocab_size} and {spec.hidden_size}; name "
+                "heads that were trained for this model, or leave it out"
+            )
     if not model.draft_model:
         return
     draft = hub.resolve(model.draft_model)
@@ -32,10 +45,15 @@ def check(model: ModelConfig, path: Path) -> None:
         raise ConfigError(_unlike(model, "has a tokenizer.json with other tokens than the model's"))
 
 
-def load(config: Config, runner: Runner) -> DraftModel:
-    """Load `model.draft_model` beside `runner`. Raises as `check` and `Engine.load` do."""
+def load(config: Config, runner: Runner) -> Drafter | None:
+    """Load `model.draft_model` or `model.speculation_heads` beside `runner`; none if neither is named. Raises as
+    `check` and `Engine.load` do."""
     model, page_size = config.model, config.pages.page_size
     check(model, hub.resolve(model.path))
+    if model.speculation_heads:
+        return _load_heads(hub.resolve(model.speculation_heads), runner)
+    if not model.draft_model:
+        return None
     path = hub.resolve(model.draft_model)
     layout = layout_of(load_spec(path), model.dtype, page_size)
     pages = max(1, min(runner.num_pages, Engine.pages_for(config.draft_cache_bytes, layout)))
@@ -52,6 +70,19 @@ def load(config: Config, runner: Runner) -> DraftModel:
         decodes=True, most_rows=config.decode.max_num_seqs,
     )  # fmt: skip
     return DraftModel(run, pages, page_size, engine.max_positions, calibration=steps)
+
+
+def _load_heads(path: Path, runner: Runner) -> HeadsDrafter:
+    assert isinstance(runner, Engine), "no other engine is chosen with heads"
+    loaded = heads.Heads.load(path, runner.dtype, PackedLinears(groups=False).linear)
+
+    def run(rows: Sequence[HiddenRow], count: int) -> tuple[list[list[int]], float]:
+        with runner.tracer.span("draft", "engine", rows=len(rows)):
+            began = time.monotonic()
+            guesses = runner.guess(loaded, rows, count)
+        return guesses, time.monotonic() - began
+
+    return HeadsDrafter(run, loaded.spec.count)
 
 
 def _unlike(model: ModelConfig, how: str) -> str:

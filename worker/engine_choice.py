@@ -87,9 +87,12 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     if config.pages.recompute_share:
         lack = lack or "pages.recompute_share is set, and only our own engine compares pages"
     native, on_gpu = _setting_lack(config) or native_lack(path, config, devices), set(devices) != {"cpu"}
-    if model.speculation == "ngram" or model.draft_model:
-        setting = "model.draft_model is set" if model.draft_model else "model.speculation is ngram"
-        remedy = "leave it out" if model.draft_model else "set it to auto"
+    if model.speculation_heads:
+        lack = lack or "model.speculation_heads is set, and only our own engine has heads; leave it out"
+    if model.speculation == "ngram" or model.draft_model or model.speculation_heads:
+        named = "draft_model" if model.draft_model else "speculation_heads" if model.speculation_heads else ""
+        setting = f"model.{named} is set" if named else "model.speculation is ngram"
+        remedy = "leave it out" if named else "set it to auto"
         exact = model.numerics == "exact"
         unverified = proposals_lack(text_settings(raw), on_gpu=on_gpu, exact=exact, stages=stages)
         lack = lack or (f"{setting}, and {unverified}; {remedy}" if unverified else "")

@@ -591,9 +591,10 @@ def _failed(plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFai
 def _speculates(config: Config, runner: Runner) -> bool:
     """Whether its steps verify proposals. A step ahead would have to know what is accepted, so where a runner has steps
     ahead, these are given up only for a setting that asks for proposals."""
-    opted_in = config.model.speculation == "ngram" or config.model.draft_model
+    model = config.model
+    opted_in = model.speculation == "ngram" or model.draft_model or model.speculation_heads
     verifies = runner.verifies and (opted_in or not runner.launches_ahead)
-    return config.model.speculation != "off" and bool(verifies)
+    return model.speculation != "off" and bool(verifies)
 
 
 def _namespace(runner: Runner, config: Config, numerics: str) -> Namespace:

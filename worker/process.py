@@ -22,7 +22,7 @@ from baton.hosts import LOOPBACK
 from baton.messages import WorkerRole
 from baton.process import settle
 from baton.samples import Sample
-from decode_worker.draft_model import DraftModel
+from decode_worker.drafter import Drafter
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
 from prefill_worker.scheduler import PrefillScheduler, PrefillStats
@@ -48,9 +48,9 @@ def run(
     serves: WorkerRole | None = role
     with contextlib.ExitStack() as held:
         runner = held.enter_context(contextlib.closing(load(config, role)))
-        drafter: DraftModel | None = None
+        drafter: Drafter | None = None
         while serves is not None:
-            if serves == "decode" and config.model.draft_model and drafter is None:
+            if serves == "decode" and drafter is None and runner.verifies:
                 drafter = draft.load(config, runner)
             with WorkerLoop(config, serves, name, node, routers, host, runner) as worker:
                 settle()
@@ -73,7 +73,7 @@ def _with_model(config: Config, path: str) -> Config:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=path))
 
 
-def _serve_prefill(worker: WorkerLoop, config: Config, _: DraftModel | None, stop: threading.Event) -> None:
+def _serve_prefill(worker: WorkerLoop, config: Config, _: Drafter | None, stop: threading.Event) -> None:
     state = PrefillScheduler(
         config.prefill,
         config.pages.page_size,
@@ -110,7 +110,7 @@ def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
     }
 
 
-def _serve_decode(worker: WorkerLoop, config: Config, drafter: DraftModel | None, stop: threading.Event) -> None:
+def _serve_decode(worker: WorkerLoop, config: Config, drafter: Drafter | None, stop: threading.Event) -> None:
     state = DecodeScheduler(
         config.decode,
         config.pages.page_size,
@@ -125,9 +125,9 @@ def _serve_decode(worker: WorkerLoop, config: Config, drafter: DraftModel | None
         fixed_borders=worker.runner.fixed_borders,
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
-        proposer=NgramProposer if worker.speculates and config.model.speculation != "draft" else None,
-        draft_model=drafter if worker.speculates else None,
-        verify_all=config.model.speculation in ("ngram", "draft"),
+        proposer=NgramProposer if worker.speculates and config.model.speculation in ("auto", "ngram") else None,
+        drafter=drafter if worker.speculates else None,
+        verify_all=config.model.speculation != "auto",
         no_kv_windows=worker.runner.no_kv_windows,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
@@ -158,7 +158,7 @@ def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
     }
 
 
-_SERVE: Mapping[WorkerRole, Callable[[WorkerLoop, Config, DraftModel | None, threading.Event], None]] = {
+_SERVE: Mapping[WorkerRole, Callable[[WorkerLoop, Config, Drafter | None, threading.Event], None]] = {
     "prefill": _serve_prefill,
     "decode": _serve_decode,
 }

@@ -8,8 +8,8 @@ prompt with changes, as agents do, and `open` goes on with a document. `draft` i
 besides: two layers of random weights, a tenth of the parameters. Its steps are computed, too, and its guesses are
 given: each is right with the share that the demo model's draft has (`docs/demo-model.md`). `demo` is the demo model
 with its draft at temperature 1: its own draws are the text. `all` is the same with every guess of the draft verified,
-whatever it costs. A ratio is tokens per second with over without. With one thread, seconds are those of the processor,
-so that other processes count less.
+whatever it costs. `heads` is the demo model with its heads. A ratio is tokens per second with over without. With one
+thread, seconds are those of the processor, so that other processes count less.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from baton.config import DecodeConfig
 from baton.messages import Decode, SamplingParams, StepSample
 from bench import models, report
 from decode_worker.draft_model import DraftModel
+from decode_worker.drafter import Drafter
+from decode_worker.heads import HeadsDrafter
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
-from deploy.models import DEMO_MODEL, DRAFT_MODEL
+from deploy.models import DEMO_MODEL, DRAFT_MODEL, HEADS
+from engine.cpu.packed_linear import PackedLinears
 from engine.engine import Engine
-from engine.step.batch import Chunk, Sampled
+from engine.models.heads import Heads
+from engine.step.batch import Chunk, HiddenRow, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
 from worker.calibration import calibrate
@@ -43,8 +47,9 @@ _PROMPTS = {1: 700, 32: 200}  # tokens, by sequences
 _CASES = {
     ("edit", 1): 1.6, ("open", 1): 0.98, ("draft", 1): 1.3, ("edit", 32): 0.97, ("open", 32): 0.97, ("draft", 32): 0.97,
     ("demo", 1): 1.3, ("all", 1): 0.0, ("demo", 32): 0.97, ("all", 32): 0.0,
+    ("heads", 1): 1.1, ("heads", 32): 0.97,
 }  # and the least ratios  # fmt: skip
-_DEMO = ("demo", "all")
+_DEMO = ("demo", "all", "heads")
 _CHAT = "<|im_start|>user\nTell me many stories about a {}.<|im_end|>\n<|im_start|>assistant\n"
 _ANIMALS = ("fox", "cat", "dog", "bear", "owl", "hen", "cow", "goat")
 _FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md"), "draft": ("docs", ".md")}
@@ -68,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     large = load(models.directory(args.model)), load(models.directory(args.draft))
     demo = load(DEMO_MODEL), load(DRAFT_MODEL)
+    heads = Heads.load(HEADS, demo[0][0].dtype, PackedLinears(groups=False).linear)
     report.say(report.machine())
     for (kind, batch), target in _CASES.items():
         (engine, steps), (small, small_steps) = demo if kind in _DEMO else large
@@ -75,8 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         speeds: dict[bool, list[float]] = {False: [], True: []}
         for number in range(args.rounds):
             for speculates in (number % 2 == 0, number % 2 == 1):
-                drafter: DraftModel | None = None
-                if kind not in ("edit", "open") and speculates:
+                drafter: Drafter | None = None
+                if kind == "heads" and speculates:
+                    drafter = HeadsDrafter(partial(_headed, engine, heads, now), heads.spec.count)
+                elif kind not in ("edit", "open") and speculates:
                     guess = partial(_guesses, small, now, None if kind in _DEMO else texts)
                     drafter = DraftModel(guess, _PAGES, _PAGE, small.max_positions, small_steps)
                 prompt = None if kind in _DEMO else _PROMPTS[batch]
@@ -118,6 +126,14 @@ def _guesses(
     return guesses, seconds
 
 
+def _headed(
+    engine: Engine, heads: Heads, now: Callable[[], float], rows: Sequence[HiddenRow], count: int
+) -> tuple[list[list[int]], float]:
+    began = now()
+    guesses = engine.guess(heads, rows, count)
+    return guesses, now() - began
+
+
 def text(kind: str, number: int, prompt: int, output: int) -> list[int]:
     """Return the tokens of a prompt and its output; for the demo model those of a prompt."""
     tokenizer = Tokenizer.from_file(str(_TOKENIZER))
@@ -143,7 +159,7 @@ def run(
     texts: Sequence[Sequence[int]],
     prompt: int | None,
     now: Callable[[], float],
-    drafter: DraftModel | None = None,
+    drafter: Drafter | None = None,
     *,
     speculates: bool,
     tokens: int,
@@ -154,7 +170,7 @@ def run(
     proposer: Callable[[], NgramProposer] | None = NgramProposer if speculates and not verify_all else None
     config = DecodeConfig(itl_ms=60_000, max_num_batched_tokens=2_048)  # the prompts first
     state = DecodeScheduler(
-        config, _PAGE, _PAGES, calibration=steps, proposer=proposer, draft_model=drafter, verify_all=verify_all
+        config, _PAGE, _PAGES, calibration=steps, proposer=proposer, drafter=drafter, verify_all=verify_all
     )
     for number, each in enumerate(texts):
         known = each[:prompt]

@@ -62,6 +62,9 @@ def up(
     draft_model: Annotated[
         str, typer.Option(help="Small model of the same vocabulary that proposes tokens, which the model verifies.")
     ] = "",
+    speculation_heads: Annotated[
+        str, typer.Option(help="Heads (mlp_speculator) trained for the model that propose tokens, which it verifies.")
+    ] = "",
     engine: Annotated[
         EngineOption | None,
         typer.Option(metavar="ENGINE", help="native, vllm, or auto: `baton doctor MODEL` says which and why."),
@@ -110,6 +113,7 @@ def up(
     first, *further = model or [""]
     flags = {"model.path": first, "model.dtype": dtype and dtype.value, "cluster.name": name}
     flags |= {"model.engine": engine and engine.value, "model.draft_model": draft_model}
+    flags |= {"model.speculation_heads": speculation_heads}
     flags |= {"model.served_model_name": served_model_name, "model.max_model_len": max_model_len}
     flags |= {"model.kv_cache_dtype": kv_cache_dtype, "model.quantization": quantization}
     flags |= {"model.tensor_parallel_size": tensor_parallel_size, "model.enforce_eager": enforce_eager or None}

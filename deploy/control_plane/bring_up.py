@@ -117,6 +117,7 @@ def _settle_model(pool: Config, say: Say) -> ModelConfig:
         model,
         path=model.path if by_name else str(path.resolve()),
         draft_model=model.draft_model and str(hub.resolve(model.draft_model, say=say).resolve()),
+        speculation_heads=model.speculation_heads and str(hub.resolve(model.speculation_heads, say=say).resolve()),
         served_model_name=model.served_model_name or Path(model.path).resolve().name,
     )
 

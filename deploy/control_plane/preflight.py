@@ -248,7 +248,8 @@ def _check_memory(config: Config, room: AvailableMemory) -> int:
     weights = _loaded_bytes(config, checkpoint) if checkpoint else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     pools += decode * config.draft_cache_bytes
-    draft = hub.cached(config.model.draft_model) if config.model.draft_model else None
+    drafts = config.model.draft_model or config.model.speculation_heads
+    draft = hub.cached(drafts) if drafts else None
     loaded = copies * weights + (decode * weight_bytes(draft) if draft else 0)
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     arena = arena_bytes(config, room)

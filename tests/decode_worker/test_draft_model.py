@@ -56,7 +56,7 @@ def worker(
     """A decode worker with that draft model, which has so many pages."""
     one = Rig(64).worker("decode", 64, DecodeConfig())
     model = DraftModel(draft.run, pages, PAGE, CONTEXT, calibration)
-    one.state = DecodeScheduler(DecodeConfig(), PAGE, 64, calibration=steps, draft_model=model, **more)
+    one.state = DecodeScheduler(DecodeConfig(), PAGE, 64, calibration=steps, drafter=model, **more)
     one.handle(StoreUp(64, PAGE_BYTES))
     return one
 
@@ -118,7 +118,7 @@ def test_a_long_prompt_is_computed_in_parts() -> None:
     one = worker(draft, verify_all=True)
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patch:
-        patch.setattr("decode_worker.speculation._CATCH_UP", 64)
+        patch.setattr("decode_worker.draft_model._CATCH_UP", 64)
         one.handle(order(prompt, 20))
         one.rig.settle()
     assert tokens_of(one.messages) == reference(prompt, 20)
@@ -155,7 +155,7 @@ def test_a_context_beyond_the_draft_models_gets_no_guesses() -> None:
     draft = Draft(1.0)
     one = Rig(64).worker("decode", 64, DecodeConfig())
     model = DraftModel(draft.run, 64, PAGE, len(PROMPT) + 10)
-    one.state = DecodeScheduler(DecodeConfig(), PAGE, 64, draft_model=model, verify_all=True)
+    one.state = DecodeScheduler(DecodeConfig(), PAGE, 64, drafter=model, verify_all=True)
     one.handle(StoreUp(64, PAGE_BYTES))
     steps_of(one, 40)
     assert tokens_of(one.messages) == reference(PROMPT, 40)

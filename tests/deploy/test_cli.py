@@ -176,8 +176,11 @@ def test_paths_and_names_of_each_model_are_settled(model: Path, tmp_path: Path, 
         shutil.copytree(model, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     draft = {"model.draft_model": "model", "model.speculation": "draft"}
-    first = {"model.path": "model", "model.served_model_name": "mine", "cluster.decode": 2, **draft}
-    config = _settle(load(overrides=first, further=["other"]), lambda _: None)
+    heads = {"model.speculation_heads": "model", "model.speculation": "heads"}
+    first = {"model.path": "model", "model.served_model_name": "mine", "cluster.decode": 2}
+    config = _settle(load(overrides=first | heads, further=["other"]), lambda _: None)
+    assert [pool.model.speculation_heads for pool in config.pools()] == [str(tmp_path / "model"), ""]
+    config = _settle(load(overrides=first | draft, further=["other"]), lambda _: None)
     assert [pool.model.draft_model for pool in config.pools()] == [str(tmp_path / "model"), ""]
     assert [pool.model.path for pool in config.pools()] == [str(tmp_path / name) for name in ("model", "other")]
     assert [pool.model.served_names for pool in config.pools()] == [("mine",), ("other",)]

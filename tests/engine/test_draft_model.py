@@ -1,4 +1,4 @@
-"""The draft model that comes with the demo model: it guesses well, and no token is another one."""
+"""The draft model and the heads that come with the demo model: they guess well, and no token is another one."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from baton.config import Config, load
 from baton.errors import ConfigError, ModelNotFound
 from baton.membership import SendToRouter
 from baton.messages import Decode, SamplingParams, Tokens
-from decode_worker.draft_model import DraftModel
+from decode_worker.drafter import Drafter
 from decode_worker.scheduler import DecodeScheduler
 from deploy.models import DEMO_MODEL, DRAFT_MODEL
 from engine.engine import Engine
@@ -33,7 +33,10 @@ SAMPLING = [
 
 
 def settings(**more: object) -> Config:
-    return load(None, {"model.path": str(DEMO_MODEL), "model.draft_model": str(DRAFT_MODEL), **more})
+    return load(None, {"model.path": str(DEMO_MODEL), **more})
+
+
+DRAFT = settings(**{"model.draft_model": str(DRAFT_MODEL)})
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +44,9 @@ def engine() -> Engine:
     return Engine.load(DEMO_MODEL, "auto", "cpu", PAGES, 16, head=True, threads=1)
 
 
-def outputs(engine: Engine, drafter: DraftModel | None) -> tuple[list[list[int]], list[float]]:
+def outputs(engine: Engine, drafter: Drafter | None) -> tuple[list[list[int]], list[float]]:
     """The tokens of each sampling, all of them at once, and of each the share of right guesses."""
-    config = settings()
-    state = DecodeScheduler(config.decode, 16, PAGES, draft_model=drafter, verify_all=True)
+    state = DecodeScheduler(DRAFT.decode, 16, PAGES, drafter=drafter, verify_all=True)
     for number, sampling in enumerate(SAMPLING):
         prompt = PROMPTS[number].tokens
         state.handle(Decode(f"r{number}", 1, b"r" * 16, pack_tokens(prompt), len(prompt), OUTPUT, sampling), 0.0)
@@ -66,7 +68,7 @@ def outputs(engine: Engine, drafter: DraftModel | None) -> tuple[list[list[int]]
 @pytest.mark.technique("Speculation by a draft model, token-identical")
 def test_tokens_are_those_without_and_most_guesses_are_right(engine: Engine) -> None:
     without, _ = outputs(engine, None)
-    drafter = draft.load(settings(), engine)
+    drafter = draft.load(DRAFT, engine)
     drafted, shares = outputs(engine, drafter)
     assert drafted == without
     assert min(shares) > 1 / 3

@@ -141,6 +141,15 @@ def test_what_vllm_verifies_no_proposals_of(
     assert f"model.draft_model is set, and {why}" in engine_facts(settings, tmp_path, ["cpu"], RIGHT).vllm_lack
 
 
+def test_heads_need_our_own_engine_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = load(None, {"model.speculation_heads": "h", "pages.page_size": 32})
+    facts = engine_facts(config, tmp_path, ["cpu"], RIGHT)
+    assert not facts.native_lack
+    assert "model.speculation_heads is set, and only our own engine has heads" in facts.vllm_lack
+    assert "only those for CPUs" in engine_facts(config, tmp_path, ["cuda"], RIGHT).native_lack
+
+
 def test_vllms_second_runner_verifies_no_proposals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from baton.client import Client, Generated
 from deploy.local import LocalCluster
-from deploy.models import DEMO_MODEL, DRAFT_MODEL
+from deploy.models import DEMO_MODEL, DRAFT_MODEL, HEADS
 from tests.support import checkpoints, workload
 from tests.support.cluster import at_rest, load
 from tests.support.eventually import eventually
@@ -94,7 +94,15 @@ def test_64_requests_at_once_have_the_tokens_that_they_have_without(path: Path, 
 
 
 @pytest.mark.technique("Speculation by a draft model, token-identical")
-def test_a_draft_model_changes_no_token_while_a_worker_dies(tmp_path: Path) -> None:
+@pytest.mark.technique("Speculation by heads, token-identical")
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        {"model.speculation": "draft", "model.draft_model": str(DRAFT_MODEL)},
+        {"model.speculation": "heads", "model.speculation_heads": str(HEADS)},
+    ],
+)
+def test_a_drafter_changes_no_token_while_a_worker_dies(drafter: dict[str, object], tmp_path: Path) -> None:
     questions = evaluate.prompts(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 200, 6)
     samplings: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}]
     more: dict[str, object] = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000}
@@ -117,8 +125,7 @@ def test_a_draft_model_changes_no_token_while_a_worker_dies(tmp_path: Path) -> N
     off = workload.settings(DEMO_MODEL, 1, 1, **more, **{"model.speculation": "off"})
     with LocalCluster(off, tmp_path / "off") as cluster:
         expected = ask_all(cluster)
-    drafted = {"model.speculation": "draft", "model.draft_model": str(DRAFT_MODEL)}
-    with LocalCluster(workload.settings(DEMO_MODEL, 1, 2, **more, **drafted), tmp_path / "on") as cluster:
+    with LocalCluster(workload.settings(DEMO_MODEL, 1, 2, **more, **drafter), tmp_path / "on") as cluster:
 
         def kill() -> None:
             def busy() -> str:

@@ -1,0 +1,75 @@
+"""Guesses of heads: small layers that go on from the hidden state which the model's last step has left of a sequence.
+
+The runner keeps the states of its last step only. So there is nothing to keep of a sequence, and one that was not in
+that step has no guess. Pure, but for what runs the heads.
+"""
+
+# pyright: strict
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from itertools import takewhile
+
+from msgspec.structs import replace
+
+from baton.messages import AttemptName
+from decode_worker.drafter import FAR, LATELY, Draft
+from decode_worker.sequence import Sequence
+from engine.step.batch import HiddenRow, Sampled, TokenDraw
+from engine.step.outcome import ScheduledBatch
+
+_MANY, _TRIES = 32, 5  # rows of the larger size that is measured at first, and how often
+
+
+class HeadsDrafter:
+    """The heads of a model, where the states of sequences are, and what heads take."""
+
+    def __init__(self, run: Callable[[Items[HiddenRow], int], tuple[Items[Items[int]], float]], count: int) -> None:
+        """`run`: guesses so many tokens for each row, with as many of the `count` heads, and returns the seconds, too.
+        It is measured here."""
+        self._run, self._count = run, count
+        row = HiddenRow(0, 0, 0, TokenDraw(temperature=1))
+        few, many = (min(run([row] * rows, count)[1] for _ in range(_TRIES)) / count for rows in (1, _MANY))
+        self._row = max(0.0, (many - few) / (_MANY - 1))  # seconds of a head for each sequence, and besides
+        self._fixed = max(0.0, few - self._row)
+        self._rows: dict[AttemptName, int] = {}  # of the last step: where the state is of the last token that counts
+        self._lately = 1.0  # times what the cost says
+
+    def drew(self, plan: ScheduledBatch, drawn: Items[Items[Sampled]]) -> None:
+        """See `Drafter`."""
+        self._rows.clear()
+        row = 0
+        for (name, chunk), each in zip(plan.items(), drawn, strict=True):
+            if each:
+                self._rows[name] = row + len(each) - 1
+            row += 0 if chunk.sample is None else 1 + len(chunk.verify)
+
+    def most(self, sequence: Sequence) -> int:
+        """See `Drafter`."""
+        return self._count if sequence.name in self._rows else 0
+
+    def seconds(self, steps: int, sequences: int, context: int) -> float:
+        """See `Drafter`."""
+        return steps * self._lately * (self._fixed + self._row * sequences)
+
+    def catching_up(self, sequence: Sequence) -> float:
+        """See `Drafter`."""
+        return 0.0
+
+    def guess(self, drafts: Items[Draft], within: float | None) -> float:
+        """See `Drafter`."""
+        rows = [
+            HiddenRow(
+                self._rows[draft.sequence.name], draft.sequence.tokens[-1], len(draft.sequence.tokens),
+                replace(draft.draw, mask=None, logprobs=None),
+            )
+            for draft in drafts
+        ]  # fmt: skip
+        steps = max(draft.count for draft in drafts)
+        guesses, seconds = self._run(rows, steps)
+        for draft, guess in zip(drafts, guesses, strict=True):
+            stops = draft.sequence.stop_token_ids
+            draft.guess += takewhile(lambda token, stops=stops: token not in stops, guess[: draft.count])
+        if expected := self.seconds(steps, len(drafts), 0) / self._lately:
+            self._lately += LATELY * (min(seconds / expected, FAR * self._lately) - self._lately)
+        return seconds

@@ -1,0 +1,114 @@
+"""The heads that come with the demo model guess well, and no token is another one, whatever heads guess."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.config import load
+from baton.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
+from deploy.models import DEMO_MODEL, DRAFT_MODEL, HEADS
+from engine.engine import Engine
+from engine.models import heads
+from engine.step.batch import Chunk, HiddenRow, TokenDraw
+from tests.engine.test_draft_model import PROMPTS, engine, outputs, settings
+from worker import draft
+
+pytestmark = pytest.mark.native
+__all__ = ["engine"]
+
+
+@pytest.mark.technique("Speculation by heads, token-identical")
+@pytest.mark.parametrize("kind", ["trained", "random"])
+def test_tokens_are_those_without(engine: Engine, tmp_path: Path, kind: str) -> None:
+    """Greedy and drawn. Trained heads are often right, also behind the answers, and random ones hardly ever."""
+    folder = HEADS
+    if kind == "random":
+        folder = shutil.copytree(HEADS, tmp_path / "random")
+        tensors = load_file(folder / "model.safetensors")
+        save_file({name: torch.randn_like(each) for name, each in tensors.items()}, folder / "model.safetensors")
+    without, _ = outputs(engine, None)
+    drafted, shares = outputs(engine, draft.load(settings(**{"model.speculation_heads": str(folder)}), engine))
+    assert drafted == without
+    assert min(shares) > 1 / 8 if kind == "trained" else max(shares) < 1 / 20
+
+
+def test_heads_that_are_the_model_itself_draw_its_tokens(engine: Engine) -> None:
+    """A head with the model's output embedding that passes the hidden state on gives the model's logits. So with the
+    position of the token before, its draw is that token."""
+    prompt, draw = PROMPTS[0].tokens, TokenDraw(temperature=1.0, seed=11)
+    (drawn,) = engine.step([Chunk(prompt, 0, range(-(-len(prompt) // 16)), draw)])
+    assert drawn is not None
+
+    class Echo(heads.Heads):
+        def __init__(self) -> None:
+            self.spec = heads.load_spec(HEADS)
+
+        def advance(self, head: int, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            return state
+
+        def logits(self, head: int, state: torch.Tensor) -> torch.Tensor:
+            assert engine._native is not None
+            return engine._native.logits(state)
+
+    assert engine.guess(Echo(), [HiddenRow(0, drawn.token, len(prompt), draw)], 1) == [[drawn.token]]
+
+
+def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    def check(path: Path) -> None:
+        draft.check(settings(**{"model.speculation_heads": str(path)}).model, DEMO_MODEL)
+
+    def write(**more: object) -> None:
+        (other / "config.json").write_text(json.dumps(config | more))
+
+    check(HEADS)
+    with pytest.raises(ModelNotFound, match="no-such-folder"):
+        check(tmp_path / "no-such-folder")
+    with pytest.raises(UnsupportedModel, match="'qwen2'; heads are of 'mlp_speculator'"):
+        check(DRAFT_MODEL)
+    other = shutil.copytree(HEADS, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    write(vocab_size=4_000)
+    with pytest.raises(
+        ConfigError, match="is for 4000 tokens and a hidden size of 192, and the model has 2113 and 192"
+    ):
+        check(other)
+    for name, value in (
+        ("n_predict", 17),
+        ("n_predict", 0),
+        ("emb_dim", "192"),
+        ("inner_dim", -1),
+        ("vocab_size", None),
+    ):
+        write(**{name: value})
+        with pytest.raises(ModelError, match=f"{name} is {value!r}; it must be an integer above 0"):
+            check(other)
+
+
+def test_weights_that_are_not_those_of_the_config_are_refused(tmp_path: Path) -> None:
+    other = shutil.copytree(HEADS, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    name = "speculator.head.0.weight"
+    for wrong, why in (({name: torch.zeros(3, 4)}, r"has shape \[3, 4\]"), ({}, "has no tensor")):
+        save_file(
+            {each: tensor for each, tensor in tensors.items() if each != name} | wrong, other / "model.safetensors"
+        )
+        with pytest.raises(CorruptWeights, match=f"{name}.*{why}|{why} {name}"):
+            heads.Heads.load(other, torch.float32, heads.PlainLinear)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model.speculation": "heads"},
+        {"model.speculation": "ngram", "model.speculation_heads": "h"},
+        {"model.speculation": "draft", "model.draft_model": "d", "model.speculation_heads": "h"},
+        {"model.draft_model": "d", "model.speculation_heads": "h"},
+    ],
+)
+def test_heads_are_named_where_they_are_used(more: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"model\.speculation_heads"):
+        load(None, more)
