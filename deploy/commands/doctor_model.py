@@ -237,7 +237,7 @@ def _page_bytes(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None, 
     text = {"quantization_config": raw.get("quantization_config"), **text}
     own = config.model.dtype, config.pages.page_size, config.model.kv_cache_dtype
     try:
-        native = spec is not None and choice.engine == "native"
-        return (layout_of(spec, *own) if native else largest_page(text, *own)).page_bytes
+        native = spec if choice.engine == "native" else None
+        return (layout_of(native, *own) if native else largest_page(text, *own)).page_bytes
     except ModelError:
         return None
