@@ -10,7 +10,7 @@ from router.outbox import Outbox
 
 
 class Profiles:
-    """Starts and ends traces. The members know who makes one."""
+    """Starts and ends traces. The members know the process that makes one."""
 
     def __init__(self, members: ClusterMembership, outbox: Outbox) -> None:
         self._members = members
