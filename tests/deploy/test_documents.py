@@ -71,7 +71,7 @@ def test_every_setting_that_a_page_names_exists(page: Path):
 )
 def test_every_module_of_bench_and_tools_that_a_page_names_exists(page: Path):
     """Scripts that are gone are named with the commit that has them."""
-    for name in re.findall(r"(?<!c0b9701:)\b(?:bench|tools)[./][a-z][\w./]*\w", page.read_text()):
+    for name in re.findall(r"(?<![0-9a-f]{7}:)\b(?:bench|tools)[./][a-z][\w./]*\w", page.read_text()):
         path = ROOT / name.removesuffix(".py").replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").is_file(), name
 
