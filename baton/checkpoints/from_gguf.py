@@ -126,10 +126,32 @@ def has_one_added(name: str, fields: Mapping[str, Any]) -> bool:
 
 def read(source: Path) -> tuple[Any, Fields]:
     """Return gguf's reader of a file, and the file's fields. Raises CorruptWeights."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
-        """Names the tensor that lies beyond the end of a file."""
+        """Takes an array at once, not by its elements: a vocabulary has 100,000s. Names the tensor that lies beyond the
+        end of a file."""
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            if raw_type != GGUFValueType.ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+            count, at = int(self._get(orig_offs + 4, np.uint64)[0]), orig_offs + 12
+            if kind == GGUFValueType.STRING:
+                parts: list[Any] = []
+                memory, order = self.data.data, "little" if self.byte_order == "I" else "big"
+                while len(parts) < count and at < len(memory):
+                    begin = at + 8
+                    at = begin + int.from_bytes(memory[at:begin], order)
+                    parts.append(memory[begin:at])
+            elif kind in self.gguf_scalar_to_np:
+                numbers = self._get(at, self.gguf_scalar_to_np[kind], count)
+                parts, at, count = [numbers], at + numbers.nbytes, count - len(numbers) + 1
+            else:
+                return super()._get_field_parts(orig_offs, raw_type)
+            if len(parts) != count or at > len(self.data):
+                raise ValueError(f"an array of {kind.name} at byte {orig_offs:,} of {len(self.data):,} is cut off")
+            return at - orig_offs, parts, list(range(count)), [GGUFValueType.ARRAY, kind]
 
         def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
             for field in fields:

@@ -296,7 +296,15 @@ def test_the_folder_follows_the_file(home: Path):
     assert hub.resolve(str(file)) != first
 
 
-@pytest.mark.parametrize("size", [0, 100, 50_000, 400_000])
+def test_fields_are_those_of_the_package(home: Path):
+    more: dict[str, object] = {"numbers": [1.5, -2.0], "flags": [True, False, True], "words": ["", "é"], "none": []}
+    file = write(home / "model.gguf", "Q4_0", fields=more)
+    theirs = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+    assert dict(from_gguf.read(file)[1]) == theirs
+    assert {name: theirs.get(name) for name in more} == {**more, "none": theirs.get("none")}
+
+
+@pytest.mark.parametrize("size", [0, 100, 700, 2_000, 12_000, 16_000, 50_000, 400_000])
 def test_a_truncated_file_is_refused_by_name(size: int, home: Path):
     file = write(home / "model.gguf", "Q4_0")
     file.write_bytes(file.read_bytes()[:size])
