@@ -116,9 +116,9 @@ class NativeForward:
         logits = torch.empty((_KEPT_ROWS, config.vocab_size if self._has_head else 0), dtype=torch.float32)
         self._logits = [logits[:rows] for rows in range(_KEPT_ROWS + 1)]  # a slice costs more than the rest of a call
         self._best = np.empty(_KEPT_ROWS, dtype=np.int64)
-        self._kept = torch.zeros((_KEPT_ROWS, config.hidden_size), dtype=self._dtype)
-        self.hidden = self._kept  # of the sample rows of the last step, normed: [sample_rows or more, hidden]
-        self._addresses = (self._kept.data_ptr(), logits.data_ptr(), self._best.__array_interface__["data"][0])
+        self._few_hidden = torch.zeros((_KEPT_ROWS, config.hidden_size), dtype=self._dtype)
+        self.hidden = self._few_hidden  # of the sample rows of the last step, normed: [sample_rows or more, hidden]
+        self._addresses = (self._few_hidden.data_ptr(), logits.data_ptr(), self._best.__array_interface__["data"][0])
         self._forward: Callable[..., int] = library.baton_forward
         self._head: Callable[..., int] = library.baton_head
         for function in (library.baton_forward, library.baton_head):
@@ -130,7 +130,7 @@ class NativeForward:
         a head."""
         count = batch.num_samples if self._has_head else 0
         if count <= _KEPT_ROWS:
-            logits, best, addresses, self.hidden = self._logits[count], self._best, self._addresses, self._kept
+            logits, best, addresses, self.hidden = self._logits[count], self._best, self._addresses, self._few_hidden
         else:
             logits, best = torch.empty((count, self._vocab_size)), np.empty(count, dtype=np.int64)
             self.hidden = torch.empty((count, self._hidden_size), dtype=self._dtype)

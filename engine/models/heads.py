@@ -114,19 +114,19 @@ class Heads:
         self.spec = spec
         keep = 0.5 ** (0.5 / spec.count)  # so much of the first state is in the last one as of all tokens
         add = math.sqrt((1 - keep**2) * spec.inner_size / 2)
-        made: dict[str, Any] = {}  # all heads that are tied have the same
+        weights: dict[str, Any] = {}  # all heads that are tied have the same
         for name, tensor in tensors.items():
             match name.split("."):
                 case _, "proj", _, _:
-                    made[name] = linear(Dense(tensor * keep, None))
+                    weights[name] = linear(Dense(tensor * keep, None))
                 case _, "head", _, _:
-                    made[name] = linear(Dense(tensor, None))
+                    weights[name] = linear(Dense(tensor, None))
                 case _, "emb", _, _:
-                    made[name] = tensor * add
+                    weights[name] = tensor * add
                 case _:
-                    made[name] = tensor
+                    weights[name] = tensor
         self._heads = [
-            _Head(**{what: made[name] for what, name in spec.names(head).items()}) for head in range(spec.count)
+            _Head(**{what: weights[name] for what, name in spec.names(head).items()}) for head in range(spec.count)
         ]
 
     @classmethod

@@ -110,11 +110,11 @@ def test_after_a_step_that_fails_no_state_is_taken_for_another() -> None:
         one.step()
     one.state.prepare(0.0)
     plan = one.state.schedule(0.0)
-    made = states.guesses
+    before = states.guesses
     one.handle(StepFailed({name: chunk for name, chunk in plan.items() if name.request == "second"}, "boom"))
     one.state.prepare(0.0)
     assert [name.request for name in one.state.schedule(0.0)] == ["first"]
-    assert states.guesses == made > 0
+    assert states.guesses == before > 0
 
 
 def test_heads_that_cost_more_than_they_bring_are_not_run() -> None:

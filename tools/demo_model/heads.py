@@ -98,9 +98,9 @@ def losses_of(
         with torch.autocast("cpu", torch.bfloat16):
             state = heads.advance(head, state, tokens[row, at])
             logits = heads.logits(head, state).float()
-            wanted = network.logits(hidden[row, at]).float()
-        losses.append(functional.cross_entropy(logits, wanted.softmax(-1)))
-        right.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean().item())
+            teacher = network.logits(hidden[row, at]).float()
+        losses.append(functional.cross_entropy(logits, teacher.softmax(-1)))
+        right.append((logits.argmax(-1) == teacher.argmax(-1)).float().mean().item())
     return torch.stack(losses), torch.tensor(right)
 
 
