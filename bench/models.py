@@ -45,16 +45,20 @@ DRAFT_100M = LLAMA_100M | {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # fmt: skip
+LLAMA_1B = LLAMA_100M | {
+    "hidden_size": 2_048, "intermediate_size": 5_632, "num_hidden_layers": 22, "num_attention_heads": 32,
+}  # fmt: skip
 _VERSION = 1  # of what is written; a cache of another version is left alone
 
 
 def directory(name: str) -> Path:
-    """`tiny` (1 M parameters, float32), `100m` (100 M, bfloat16) and its `100m-draft` (10 M) are made once and kept in
-    the user's cache; any other name is a directory already."""
+    """`tiny` (1 M parameters, float32), `100m` (100 M, bfloat16), its `100m-draft` (10 M) and `1b` (1,034 M) are made
+    once and kept in the user's cache; any other name is a directory already."""
     writer = {
         "tiny": random_model.write,
         "100m": partial(write_shape, config=LLAMA_100M),
         "100m-draft": partial(write_shape, config=DRAFT_100M),
+        "1b": partial(write_shape, config=LLAMA_1B),
     }.get(name)
     if writer is None:
         return Path(name)

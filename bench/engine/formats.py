@@ -146,7 +146,7 @@ def _measured(
                     raise
                 lacks[name] = str(error)
         rates: dict[str, Rates] = {name: {case.name: [] for case in _CASES} for name in engines}
-        vocabulary = models.LLAMA_100M["vocab_size"]
+        vocabulary = models.LLAMA_100M["vocab_size"]  # that of all our random models
         for number in range(rounds + 1):
             begun = time.monotonic()
             for case in _CASES:
@@ -214,7 +214,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7, help="in which all rounds end, but for one of each")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads, one after another")
     parser.add_argument("--group", type=int, choices=(32, 128), default=128, help="inputs that share a scale")
-    parser.add_argument("--model", default="100m", help="a checkpoint of that same shape (bench/models.py)")
+    parser.add_argument(
+        "--model", default="100m", help="100m, 1b (a billion parameters), or a checkpoint with as many tokens"
+    )
     parser.add_argument("--peers", action="store_true", help="beside OpenVINO GenAI and llama.cpp")
     parser.add_argument("--folder", type=Path, default=models.cache() / "peers", help="of their environments")
     args = parser.parse_args(argv)

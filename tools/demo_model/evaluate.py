@@ -4,8 +4,9 @@ Each prompt is a chat that tells one fact, then as many tokens of other facts an
 then asks for the fact. An answer counts only if it is the expected sentence, which may go on. A local Baton cluster
 answers, greedily, in float32. transformers answers some of the prompts; the script fails if one token differs.
 
-With `--kv-cache-dtype int8` the cluster keeps its pages so, and a second one keeps them in float32. The script then
-fails if they differ in a token on more than one prompt of a hundred.
+With `--kv-cache-dtype int8` the cluster keeps its pages so, and with `--quantized CHECKPOINT` it serves that one, which
+`baton quantize` made. A second cluster computes all in float32. The script then fails if they differ in a token on more
+than one prompt of a hundred.
 """
 
 from __future__ import annotations
@@ -143,14 +144,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=SEED, help="of the prompts; another one gives fresh prompts")
     parser.add_argument("--misses", type=int, default=0, help="wrong answers to print for each distance")
     parser.add_argument("--kv-cache-dtype", default="auto", help="of pages; other than auto, both are compared")
+    parser.add_argument("--quantized", type=Path, help="the same model with weights of few bits; both are compared")
     arguments = parser.parse_args()
-    held = arguments.kv_cache_dtype
+    held, quantized = arguments.kv_cache_dtype, arguments.quantized
+    plain = held == "auto" and quantized is None
     tokenizer = Tokenizer.from_file(str(arguments.checkpoint / "tokenizer.json"))
     by_distance = {
         distance: prompts(tokenizer, distance, arguments.prompts, arguments.seed) for distance in arguments.distances
     }
     batch = [one for group in by_distance.values() for one in group]
-    answers = by_baton(arguments.checkpoint, batch, held)
+    answers = by_baton(quantized or arguments.checkpoint, batch, held)
     rows: list[tuple[int, float]] = []
     differ = compared = 0
     for number, (distance, group) in enumerate(by_distance.items()):
@@ -160,15 +163,15 @@ def main() -> int:
         wrong = [(one, tokens) for one, tokens, mark in zip(group, generated, marks, strict=True) if not mark]
         for one, tokens in wrong[: arguments.misses]:
             print(f"{distance}: {one.fact.answer!r} was answered as {tokenizer.decode(tokens)!r}")
-        if held != "auto":
+        if not plain:
             continue
         theirs = by_transformers(arguments.checkpoint, group[: arguments.compared])
         differ += sum(_spoken(one) != _spoken(other) for one, other in zip(generated, theirs, strict=False))
         compared += len(theirs)
     print(report(rows, arguments.prompts))
-    if held != "auto":
+    if not plain:
         same = sum(a == b for a, b in zip(answers, by_baton(arguments.checkpoint, batch), strict=True))
-        print(f"answers that have the same tokens with pages in {held} and in float32: {same} of {len(batch)}")
+        print(f"answers that have the same tokens in these formats and in float32: {same} of {len(batch)}")
         return int(same < UNCHANGED * len(batch))
     print(f"answers in which Baton and transformers differ: {differ} of {compared}")
     return int(differ > 0)
