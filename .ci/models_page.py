@@ -48,7 +48,8 @@ VLLM = """
 
 vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs these tests.
 
-- *Exact*: greedy tokens are those of transformers, in mixed batches of chunks.
+- *Exact*: greedy tokens are those of transformers, in mixed batches of chunks. *Likeliest*: they are the likeliest of
+  transformers in float32, but for near ties.
 - *TP 2*: the same tokens from two tensor-parallel ranks.
 - *PP 2*: the same tokens from two pipeline stages. Models in groups of layers and with states are refused.
 - *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. With "TP 2", on two ranks
@@ -329,8 +330,10 @@ def _vllm_families() -> Iterator[str]:
             yield f"| `{everything[recipe].model.__name__}` (groups) | {recipe} | {cells} |"
     if (states := vllm_source("states")) is not None:
         file = VLLM_TESTS["states"][0]
-        for recipe in _constant(states, "EXACT"):
-            cells = f"[exact; 1P+1D, colocated, SIGKILL](../{file}) | refused | refused | {_NOT_RUN}"
+        likeliest: dict[str, str] = _constant(states, "LIKELIEST")
+        for recipe in (*_constant(states, "EXACT"), *likeliest):
+            how = f"likeliest in {likeliest[recipe]}" if recipe in likeliest else "exact"
+            cells = f"[{how}; 1P+1D, colocated, SIGKILL](../{file}) | refused | refused | {_NOT_RUN}"
             yield f"| `{everything[recipe].model.__name__}` (states) | {recipe} | {cells} |"
     if (latents := vllm_source("MLA")) is not None:
         file = VLLM_TESTS["MLA"][0]

@@ -8,6 +8,7 @@ them keep them. That order is the page's *form*:
     paired      [kv_head, layer, page_size, 2 · head_dim]               vLLM on CUDA: K and V of a token side by side
     cpu-…       [kv_head, layer, 2 · page_size · head_dim]              vLLM on a CPU, packed for an instruction set
     latent      [1, layer, page_size, head_dim]                         vLLM, models with latent attention (MLA)
+    states      [1, layer, head_dim]                                    vLLM, models whose layers all keep states
 
 Pages of int8 and fp8 have form `split` too. They hold codes of one byte: whole numbers, or E4M3. Behind those of a
 layer lie the scales of its rows, in float32: [kv_head, layer, codes [2, page_size, head_dim], scales [2, page_size]]. A
@@ -16,6 +17,8 @@ scales.
 
 A latent stands for the keys and values of all heads: a compressed part and a rotated one, side by side. It counts as
 one head, which every rank has whole.
+
+A state stands for all tokens up to the page's end: `head_dim` elements, whatever `page_size` is.
 
 So a page moves between device, arena and disk with plain copies. Pages of different forms never meet: the form is part
 of every page key's namespace.
@@ -37,9 +40,10 @@ DTYPE_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 """Element types that a page may hold, with their size in bytes."""
 
-SPLIT, PAIRED, LATENT = "split", "paired", "latent"
+SPLIT, PAIRED, LATENT, STATES = "split", "paired", "latent", "states"
 _PACKED = "cpu-"
-FORMS = (SPLIT, PAIRED, LATENT, *(_PACKED + isa for isa in ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")))
+_ISAS = ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")
+FORMS = (SPLIT, PAIRED, LATENT, STATES, *(_PACKED + isa for isa in _ISAS))
 """What a page's form may be."""
 
 
@@ -92,12 +96,14 @@ class PageLayout:
             return (*outer, self.page_size, 2 * self.head_dim)
         if self.form == LATENT:
             return (*outer, self.page_size, self.head_dim)
+        if self.form == STATES:
+            return (*outer, self.head_dim)
         return (*outer, 2 * self.page_size * self.head_dim)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token's keys and values take, all layers and heads together."""
-        kinds = 1 if self.form == LATENT else 2
+        """Bytes that one token's keys and values take, all layers and heads together; or a state."""
+        kinds = 1 if self.form in (LATENT, STATES) else 2
         return self.num_kv_heads * self.num_layers * kinds * self._row_bytes
 
     @property
@@ -107,4 +113,4 @@ class PageLayout:
 
     @property
     def page_bytes(self) -> int:
-        return self.token_bytes * self.page_size
+        return self.token_bytes * (1 if self.form == STATES else self.page_size)

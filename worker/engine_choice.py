@@ -82,6 +82,8 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     own = (ranks, model.kv_cache_dtype, model.quantization, model.enable_expert_parallel, model.dtype, stages)
     lacks = [problem(vllm, raw, config.pages.page_size, device, *own) for device in devices]
     lack = next(filter(None, lacks), "")
+    if context is None and not model.max_model_len:
+        lack = lack or "config.json names no context (max_position_embeddings): set model.max_model_len"
     if len({device.partition(":")[0] for device in devices}) > 1:
         lack = lack or "its pages on a GPU have another form than those on a CPU, and roles differ in their devices"
     if config.pages.recompute_share:

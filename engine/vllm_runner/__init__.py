@@ -17,7 +17,7 @@ TESTED_ARCHITECTURES = frozenset(
         "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM",
         "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
         "GptOssForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
-        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM",
     }
 )  # fmt: skip
 """Architectures whose greedy tokens `tests/vllm_runner` compares with transformers'."""

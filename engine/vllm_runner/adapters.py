@@ -16,6 +16,7 @@ from baton.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedM
 from baton.messages import AdapterCard
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from engine.vllm_runner.pages import states_only
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _ABSENT = (
@@ -54,6 +55,8 @@ def load_adapters(model: Path, modules: Mapping[str, str], max_rank: int, device
             "vLLM computes a mixture of experts with LoRA adapters by Triton, which a CPU has none of; remove "
             "model.lora_modules"
         )
+    if states_only(config):
+        raise UnsupportedModel("vLLM computes Mamba 2 without LoRA adapters; remove model.lora_modules")
     with TensorFiles(model) as base:
         return tuple(_checked(name, Path(path).expanduser(), base, max_rank) for name, path in sorted(modules.items()))
 

@@ -8,12 +8,14 @@ caches, warm-up.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baton.errors import UnsupportedModel
 from engine.vllm_runner.device_memory import await_memory
 from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
+from engine.vllm_runner.pages import group_layers, largest_page
 from engine.vllm_runner.ranks import fork_ranks
 from engine.vllm_runner.requirements import STAGED_GROUPS, Installation, wrong_version
 
@@ -75,7 +77,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     executor = Executor.get_class(config)(config)
     executor.collective_rpc("baton_take_draws")
     core.register_all_kvcache_specs(config)
-    specs = executor.get_kv_cache_specs()
+    specs = [_divided(one) for one in executor.get_kv_cache_specs()]
     supported = executor.get_supported_kv_cache_layouts()
     if order.device == "cuda" and all(_BLOCKWISE in names for names in supported):
         # What VLLM_KV_CACHE_LAYOUT would do; without it vLLM prefers other layouts.
@@ -108,7 +110,8 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     if len(whole.kv_cache_groups) != 1 and not has_groups:
         raise UnsupportedModel(f"vLLM keeps {len(whole.kv_cache_groups)} kinds of pages for this model; one is served")
     windows = _windows(whole.kv_cache_groups)
-    block_size = whole.kv_cache_groups[windows.index(0)].kv_cache_spec.block_size
+    main = whole.kv_cache_groups[windows.index(0)].kv_cache_spec
+    block_size = order.page_size if _is_state(main) else main.block_size
     if block_size != order.page_size:
         raise UnsupportedModel(f"vLLM's kernels take pages of {block_size} tokens; set pages.page_size to that")
     config.cache_config.num_gpu_blocks = whole.num_blocks
@@ -137,27 +140,48 @@ def _has_windows(specs: Mapping[str, Any]) -> bool:
 
 
 def _has_states(specs: Mapping[str, Any]) -> bool:
-    """Whether layers with recurrent states stand beside at most as many that attend to all positions, and vLLM keeps
-    each state in as many bytes as a block of these."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    """Whether layers with recurrent states stand beside at most as many main ones: those that attend to all positions,
+    or of `_divided`. vLLM must keep each state in as many bytes as a block of these."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     count = Counter(specs.values())
-    main = sum(layers for kind, layers in count.items() if isinstance(kind, FullAttentionSpec))
-    states = sum(layers for kind, layers in count.items() if isinstance(kind, MambaSpec))
+    main = sum(layers for kind, layers in count.items() if isinstance(kind, FullAttentionSpec) or _is_main_state(kind))
+    states = sum(layers for kind, layers in count.items() if _is_state(kind) and not _is_main_state(kind))
     alike = len({kind.page_size_bytes for kind in count}) == 1
     return alike and len(count) == 2 and 0 < main <= states and states % main == 0
 
 
 def _windows(groups: Sequence[Any]) -> Sequence[int]:
     """The window of each of vLLM's groups of layers, 0 for the one without; of a single group that is left to vLLM."""
-    from vllm.v1.kv_cache_interface import MambaSpec
-
     if len(groups) == 1:
         return (0,)
-    specs = [group.kv_cache_spec for group in groups]
-    return [
-        STATE_WINDOW if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None) or 0 for spec in specs
-    ]
+    return [_window(group.kv_cache_spec) for group in groups]
+
+
+def _window(spec: Any) -> int:
+    if _is_state(spec):
+        return 0 if _is_main_state(spec) else STATE_WINDOW
+    return getattr(spec, "sliding_window", None) or 0
+
+
+def _is_state(spec: Any) -> bool:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return isinstance(spec, MambaSpec)
+
+
+def _is_main_state(spec: Any) -> bool:
+    """Whether it is of the main group of a model whose layers all keep states, as `_divided` marks it."""
+    return _is_state(spec) and spec.tp_replicated
+
+
+def _divided(specs: Mapping[str, Any]) -> dict[str, Any]:
+    """The layers of a model, of which those of the main group are marked if all keep states. vLLM then makes groups of
+    as many others. The mark means something to several ranks only, and there is one."""
+    if not specs or not all(map(_is_state, specs.values())):
+        return dict(specs)
+    main = group_layers(len(specs))
+    return {name: replace(spec, tp_replicated=number < main) for number, (name, spec) in enumerate(specs.items())}
 
 
 def engine_arguments(order: Load) -> dict[str, Any]:
@@ -218,6 +242,9 @@ def _page_bytes(config: Any) -> int:
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     model = config.model_config
+    if model.is_attention_free:
+        dtype = str(model.dtype).removeprefix("torch.")
+        return largest_page(model.hf_config.to_dict(), dtype, config.cache_config.block_size, "auto").page_bytes
     held = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model)
     parts = 1 if model.use_mla else 2 * model.get_total_num_kv_heads()
     layers = model.get_total_num_hidden_layers()

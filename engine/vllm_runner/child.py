@@ -31,7 +31,7 @@ from engine.vllm_runner.messages import (
     Step,
 )
 from engine.vllm_runner.ranks import CopyingRanks, RankLost, Ranks, die_with_parent
-from kvstore.layout import LATENT
+from kvstore.layout import LATENT, STATES
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +78,9 @@ class Child:
         self._states = STATE_WINDOW in self._windows
         page_size = order.page_size if self._states else 0
         self._steps = Steps(
-            self._ranks, lora_requests(order), self._windows, companion=order.companion, state_page=page_size
-        )
+            self._ranks, lora_requests(order), self._windows, companion=order.companion, state_page=page_size,
+            states_only=self.shape["form"] == STATES,
+        )  # fmt: skip
 
     @property
     def has_ranks(self) -> bool:

@@ -26,7 +26,10 @@ from engine.vllm_runner.ranks import die_with_parent, serve_beside
 from kvstore.arena.memory import Arena
 from kvstore.checksum import head_checksums
 from kvstore.client.transfer import CopyIn, CopyOut
-from kvstore.layout import LATENT, PAIRED
+from kvstore.layout import LATENT, PAIRED, STATES
+
+_STATE = torch.int8
+"""What recurrent states lie in: as bytes, one row to a block. K and V are in no such dtype."""
 
 
 class BatonExtension:
@@ -74,6 +77,12 @@ class BatonExtension:
         if self.rank == 0 and "VLLM_DIST_IDENT" in os.environ:
             unlink_shared_memory(os.environ["VLLM_DIST_IDENT"])  # all have opened it
         self.baton_draw.measured = False
+        computed_in, held = self.model_config.dtype, self.cache_config.cache_dtype
+        if caches[0].dtype == _STATE:
+            kind = {"head_dim": width // computed_in.itemsize, "dtype": _name(computed_in), "form": STATES}
+        else:
+            form = LATENT if latent else _form(caches[0], computed_in, held)
+            kind = {"head_dim": width if latent else width // 2, "dtype": _dtype(caches[0], held), "form": form}
         return {
             "beside": self._baton_mover is not None,
             # Rows of latents take another kernel than a single one. Stages were not tried.
@@ -81,9 +90,7 @@ class BatonExtension:
             "num_layers": len(caches),
             "num_kv_heads": heads,
             "page_size": page_size,
-            "head_dim": width if latent else width // 2,
-            "dtype": _dtype(caches[0], self.cache_config.cache_dtype),
-            "form": LATENT if latent else _form(caches[0], self.model_config.dtype, self.cache_config.cache_dtype),
+            **kind,
         }
 
     def baton_serve_beside(self, address: str) -> None:
@@ -179,9 +186,9 @@ class BatonExtension:
     def _baton_caches(self) -> Sequence[torch.Tensor]:
         """[blocks, kv_heads, page_size, 2 · head_dim] of each layer of a group: all groups share this memory, and each
         block is one group's. On a CPU the last two dimensions lie otherwise than they say."""
-        # States lie in such memory as bytes, one row to a block.
-        caches = [cache for cache in self.model_runner.kv_caches if cache.dtype != torch.int8]
-        distinct = {cache.data_ptr(): cache for cache in caches}
+        caches = self.model_runner.kv_caches
+        attending = [cache for cache in caches if cache.dtype != _STATE]
+        distinct = {cache.data_ptr(): cache for cache in attending or caches}
         return [distinct[address] for address in sorted(distinct)]
 
 
@@ -204,10 +211,14 @@ def _copies(blocks: torch.Tensor) -> CudaCopies | None:
     return CudaCopies(blocks) if blocks.is_cuda else None
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _dtype(cache: torch.Tensor, held: str) -> str:
     """The name of the dtype of K and V in a layer, which vLLM calls `held`: it keeps FP8 as bytes."""
     if cache.dtype != torch.uint8:
-        return str(cache.dtype).removeprefix("torch.")
+        return _name(cache.dtype)
     if held not in FP8:
         raise UnsupportedModel(f"vLLM keeps K and V as {held}; Baton's pages take {', '.join(FP8)}")
     return FP8[held]

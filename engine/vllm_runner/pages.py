@@ -7,20 +7,22 @@ Without them they are 1. Nothing of vLLM or torch is imported here.
 
 # pyright: strict
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from baton.errors import ModelError
 from engine.models.config_file import DTYPES, ConfigFile
-from kvstore.layout import DTYPE_BYTES, INT8, LATENT, PageLayout
+from kvstore.layout import DTYPE_BYTES, INT8, LATENT, STATES, PageLayout
 
 FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """The values of `model.kv_cache_dtype` for FP8, each with the dtype of vLLM's pages."""
 
-WITH_STATES = "granitemoehybrid"
-"""The `model_type` of models with recurrent states that were tried: Granite 4."""
+_MOST_GROUPS = 64
+"""Groups that the layers of a model are divided into, where all keep states."""
 _CPU_FLAGS = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
 """What torch calls AVX-512, as the kernel names it. vLLM computes with FP8 pages on no lesser CPU."""
+_DELTA_HEADS = (64, 128)
+"""Sizes of a gated delta net's heads that its kernel for CPUs was compiled for."""
 _CPU_LATENT = 576
 """The elements of a latent with its rotated part: 512 and 64."""
 _CPU_HEAD = 32
@@ -38,7 +40,6 @@ def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache
     Raises ModelError for a config without them, a dtype that no model is computed in, and latents in int8.
     """
     own = ConfigFile(config)
-    heads = own.count("num_key_value_heads", own.count("num_attention_heads"))
     if dtype == "auto":
         dtype = str(config.get("dtype", config.get("torch_dtype")) or "float32")
     if dtype not in DTYPES:
@@ -49,6 +50,10 @@ def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache
         if held == INT8:
             raise ModelError("latents (MLA) are not kept in int8: set model.kv_cache_dtype to auto")
         return PageLayout(own.count("num_hidden_layers"), 1, width, page_size, held, LATENT)
+    if states_only(config):
+        elements = state_bytes(config, dtype) // DTYPE_BYTES[dtype]
+        return PageLayout(own.count("num_hidden_layers"), 1, elements, page_size, dtype, STATES)
+    heads = own.count("num_key_value_heads", own.count("num_attention_heads"))
     return PageLayout(own.count("num_hidden_layers"), heads, own.head_dim(), page_size, held)
 
 
@@ -71,29 +76,72 @@ def lacks_for_latents(config: Mapping[str, Any], device: str, kv_cache_dtype: st
         yield "its kernel for latents (MLA) on CPUs takes the model's dtype only: set model.kv_cache_dtype to auto"
 
 
-def state_tokens(config: Mapping[str, Any], dtype: str) -> int:
-    """Return the fewest tokens whose K and V in a layer, computed in `dtype`, take as many bytes as a Mamba 2 state, 0
-    for models without states. A state is in float32, its convolution's part in `dtype`.
-
-    Raises ModelError for sizes that are none.
-    """
-    if config.get("model_type") != WITH_STATES:
-        return 0
-    own, width = ConfigFile(config), DTYPE_BYTES[largest_page(config, dtype, 1, "auto").dtype]
+def _granite_state(own: ConfigFile) -> tuple[int, int]:
     heads, size, groups = own.count("mamba_n_heads"), own.count("mamba_d_state"), own.count("mamba_n_groups", 1)
     inner = own.count("mamba_expand", 2) * own.count("hidden_size")
-    convolution = (own.count("mamba_d_conv", 4) - 1) * (inner + 2 * groups * size) * width
-    state = convolution + heads * (inner // heads) * size * DTYPE_BYTES["float32"]
-    token = 2 * own.count("num_key_value_heads", own.count("num_attention_heads")) * own.head_dim() * width
-    return -(-state // token)
+    return (own.count("mamba_d_conv", 4) - 1) * (inner + 2 * groups * size), heads * (inner // heads) * size
+
+
+def _mamba2_state(own: ConfigFile) -> tuple[int, int]:
+    inner, size = own.count("num_heads", 128) * own.count("head_dim", 64), own.count("state_size", 128)
+    return (own.count("conv_kernel", 4) - 1) * (inner + 2 * own.count("n_groups", 8) * size), inner * size
+
+
+def _gated_delta_state(own: ConfigFile) -> tuple[int, int]:
+    keys, values = own.count("linear_num_key_heads", 16), own.count("linear_num_value_heads", 32)
+    key, value = own.count("linear_key_head_dim", 128), own.count("linear_value_head_dim", 128)
+    convolved = 2 * keys * key + values * value
+    return (own.count("linear_conv_kernel_dim", 4) - 1) * convolved, values * key * value
+
+
+_STATES: Mapping[str, Callable[[ConfigFile], tuple[int, int]]] = {
+    "granitemoehybrid": _granite_state,
+    "mamba2": _mamba2_state,
+    "qwen3_next": _gated_delta_state,
+}
+"""By the `model_type` of models with recurrent states that were tried: the elements of a layer's state that are in the
+model's dtype, its convolution's, and those in float32."""
+
+
+def has_states(config: Mapping[str, Any]) -> bool:
+    """Whether a model keeps recurrent states."""
+    return config.get("model_type") in _STATES
+
+
+def states_only(config: Mapping[str, Any]) -> bool:
+    """Whether all of its layers do."""
+    return config.get("model_type") == "mamba2"
+
+
+def group_layers(layers: int) -> int:
+    """Return how many layers of a model whose layers all keep states share a page. The fewer they are, the less a
+    hand-off carries beside the last state: of each page, the states of one group."""
+    return next(size for size in range(1, layers + 1) if layers % size == 0 and layers // size <= _MOST_GROUPS)
+
+
+def state_bytes(config: Mapping[str, Any], dtype: str) -> int:
+    """Return the bytes of a layer's state in a model that is computed in `dtype`. Raises ModelError for sizes that are
+    none."""
+    convolution, state = _STATES[config["model_type"]](ConfigFile(config))
+    return convolution * DTYPE_BYTES[dtype] + state * DTYPE_BYTES["float32"]
+
+
+def state_tokens(config: Mapping[str, Any], dtype: str) -> int:
+    """Return the fewest tokens whose K and V in a layer, computed in `dtype`, take as many bytes as a state, 0 for
+    models without states and for those that keep no K and V. Raises ModelError for sizes that are none."""
+    if not has_states(config) or states_only(config):
+        return 0
+    page = largest_page(config, dtype, 1, "auto")
+    return -(-state_bytes(config, page.dtype) * page.num_layers // page.page_bytes)
 
 
 def lacks_for_states(
-    config: Mapping[str, Any], device: str, ranks: int, stages: int, kv_cache_dtype: str
+    config: Mapping[str, Any], device: str, ranks: int, stages: int, kv_cache_dtype: str, dtype: str, cpu: str
 ) -> Iterator[str]:
-    """Say why vLLM's runner can't keep the recurrent states of a model."""
-    attending = [kind for kind in config.get("layer_types") or () if kind in ("attention", "full_attention")]
-    layers = config.get("num_hidden_layers")
+    """Say why vLLM's runner can't keep the recurrent states of a model. `cpu` describes the CPU, its flags as words.
+    Raises ModelError for sizes that are none."""
+    own, delta = ConfigFile(config), config["model_type"] == "qwen3_next"
+    layers, kinds = own.count("num_hidden_layers"), config.get("layer_types")
     if device != "cpu":
         yield "recurrent states are kept on a CPU only"
     if ranks > 1:
@@ -102,8 +150,29 @@ def lacks_for_states(
         yield "recurrent states are not divided by stages: set pipeline_parallel_size to 1"
     if vllm_kv_dtype(config, kv_cache_dtype) != "auto":
         yield "recurrent states stand beside pages in the model's dtype only: set model.kv_cache_dtype to auto"
-    if not attending or not isinstance(layers, int) or layers % len(attending) or layers < 2 * len(attending):
-        yield f"layers with recurrent states must be a multiple of those with attention: {len(attending)} of {layers}"
+    if states_only(config):
+        if layers == group_layers(layers):
+            yield f"its {layers} layers can't be divided into 2 to {_MOST_GROUPS} equal groups"
+        return
+    if delta and device == "cpu":
+        yield from _lacks_for_delta(own, largest_page(config, dtype, 1, "auto").dtype, cpu)
+    attending = sum(kind in ("attention", "full_attention") for kind in kinds or ())
+    if delta and not kinds:
+        attending = layers // own.count("full_attention_interval", 4)
+    if not attending or layers % attending or layers < 2 * attending:
+        yield f"layers with recurrent states must be a multiple of those with attention: {attending} of {layers}"
+
+
+def _lacks_for_delta(own: ConfigFile, dtype: str, cpu: str) -> Iterator[str]:
+    """Say why vLLM's kernel for CPUs can't compute gated delta nets."""
+    kernel = "its kernel for gated delta nets on CPUs"
+    if dtype != "bfloat16":
+        yield f"{kernel} takes bfloat16 only, not {dtype}: set model.dtype to bfloat16"
+    if "avx512_bf16" not in cpu.split():
+        yield f"{kernel} was tried with AVX512-BF16 only, which this one does not have"
+    heads = key, value = own.count("linear_key_head_dim", 128), own.count("linear_value_head_dim", 128)
+    if key != value or key not in _DELTA_HEADS:
+        yield f"{kernel} takes heads of {' or '.join(map(str, _DELTA_HEADS))} elements, keys' as values', not {heads}"
 
 
 def lacks(

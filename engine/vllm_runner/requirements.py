@@ -44,6 +44,8 @@ CPU_EXPERT_PART = 32
 STAGED_GROUPS = "its layers form groups, which pipeline stages don't divide: set pipeline_parallel_size to 1"
 """Why a model with windows beside whole contexts has no stages on a CPU."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_WITHOUT_ATTENTION = {"falcon_mamba", "mamba"}
+"""Types of models whose layers all keep states and whose configs name no layers. They were not tried."""
 _STATE_LAYERS = {"attention", "linear_attention", "mamba"}
 """Further names of layers in configs of models whose states are kept."""
 
@@ -117,7 +119,7 @@ def proposals_lack(text: Mapping[str, Any], *, on_gpu: bool, exact: bool, stages
         return "latents (MLA) of several rows are computed by other kernels than those of one"
     if stages > 1:
         return "pipeline stages verify no proposals"
-    if text.get("model_type") == pages.WITH_STATES:
+    if pages.has_states(text):
         return "recurrent states can't go back behind a wrong proposal"
     return ""
 
@@ -209,12 +211,15 @@ def _lacks(
     text: Mapping[str, Any] = config.get("text_config") or config  # of a model that also takes images
     try:
         latent, wrong_size = pages.latent_width(text), page_size_lack(text, page_size, device, dtype)
+        own = (device, ranks, stages, kv_cache_dtype, dtype, cpu_description())
+        of_states = list(pages.lacks_for_states(text, *own)) if pages.has_states(text) else ()
     except ModelError as error:
         yield str(error)
         return
     kinds = {str(kind) for kind in text.get("layer_types") or ()}
-    if text.get("model_type") == pages.WITH_STATES:
-        yield from pages.lacks_for_states(text, device, ranks, stages, kv_cache_dtype)
+    kinds |= {str(text.get("model_type"))} & _WITHOUT_ATTENTION
+    if pages.has_states(text):
+        yield from of_states
         kinds -= _STATE_LAYERS
     if others := kinds - _ATTENTION_LAYERS:
         yield f"layers of kind {', '.join(sorted(others))} keep no K and V"
@@ -237,7 +242,7 @@ def _lacks(
     if latent:
         yield from pages.lacks_for_latents(text, device, kv_cache_dtype)
         return
-    width = _head_dim(text)
+    width = None if pages.states_only(text) else _head_dim(text)
     yield from pages.lacks(config, width, device, ranks, kv_cache_dtype, cpu_description())
     if width is None:
         return

@@ -26,13 +26,21 @@ class Steps:
     """Runs steps on all ranks. Remembers which requests vLLM knows."""
 
     def __init__(
-        self, ranks: Ranks, adapters: dict[int, Any], windows: Sequence[int], *, companion: bool, state_page: int
+        self,
+        ranks: Ranks,
+        adapters: dict[int, Any],
+        windows: Sequence[int],
+        *,
+        companion: bool,
+        state_page: int,
+        states_only: bool,
     ) -> None:
         """`adapters`: vLLM's LoRA requests by the numbers that rows have. `windows`: of its groups of layers, 0 for the
         one without. `companion`: no step has a single row. `state_page`: the tokens of a page, if the other groups have
-        recurrent states; else 0."""
+        recurrent states; else 0. `states_only`: the main group has states too."""
         self._ranks, self._adapters, self._companion = ranks, adapters, companion
         self._main, self._groups, self._state_page = windows.index(0), len(windows) - 1, state_page
+        self._states_only = states_only
         self._companion_row = structs.replace(_COMPANION, window_pages=[-NULL_BLOCKS] * self._groups)
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
@@ -165,11 +173,11 @@ class Steps:
 
     def _blocks(self, row: Row) -> tuple[list[int], ...]:
         """The blocks of a row's pages, for each of vLLM's groups in its order."""
-        window_blocks = [page + NULL_BLOCKS for page in row.window_pages]
+        blocks, window_blocks = ([page + NULL_BLOCKS for page in pages] for pages in (row.pages, row.window_pages))
         if self._state_page:
             window_blocks = window_blocks[-self._groups :]  # vLLM knows one state of a sequence, and changes it
         groups = [window_blocks[group :: self._groups] for group in range(self._groups)]
-        groups.insert(self._main, [page + NULL_BLOCKS for page in row.pages])
+        groups.insert(self._main, blocks[-1:] if self._states_only else blocks)
         return tuple(groups)
 
     def _state_copies(self, row: Row) -> list[tuple[int, int]]:
@@ -177,7 +185,8 @@ class Steps:
         if not self._state_page or not row.start or row.start % self._state_page:
             return []
         blocks, count = [page + NULL_BLOCKS for page in row.window_pages], self._groups
-        return list(zip(blocks[-2 * count : -count], blocks[-count:], strict=True))
+        copies = list(zip(blocks[-2 * count : -count], blocks[-count:], strict=True))
+        return [(row.pages[-2] + NULL_BLOCKS, row.pages[-1] + NULL_BLOCKS), *copies] if self._states_only else copies
 
     def _forget(self, row: int) -> None:
         if (name := self._names.pop(row, None)) is not None:

@@ -30,6 +30,7 @@ from router.frontend.token_cache import TextOwner, TokenCache
 from router.generation_request import check_bounds
 from router.queueing.admission import ModelLimits
 
+_CONTEXT = "max_position_embeddings"
 _READ = ("*.json", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja")  # of the hub: no weights
 _TEMPLATE = "chat_template.jinja"
 _MORE_TEMPLATES = "additional_chat_templates"  # a folder with others, by name
@@ -135,7 +136,9 @@ def load(config: ModelConfig) -> ServedModel:
     folder = _folder(config.path)
     raw = read_object(folder / "config.json")
     settings = text_settings(raw)
-    limits = ModelLimits(_count(settings, "vocab_size"), _count(settings, "max_position_embeddings"))
+    if settings.get(_CONTEXT) is None:  # as with Mamba 2, whose states bound no context
+        settings = {**settings, _CONTEXT: config.max_model_len or None}
+    limits = ModelLimits(_count(settings, "vocab_size"), _count(settings, _CONTEXT))
     generation = read_optional(folder / "generation_config.json")
     of_tokenizer = None if config.skip_tokenizer_init else tokenizer_folder(folder)
     tokenizer = Tokenizer.load(of_tokenizer / "tokenizer.json") if of_tokenizer else None
@@ -202,7 +205,8 @@ def _folder(path: str) -> Path:
 def _count(settings: Mapping[str, Any], name: str) -> int:
     value = settings.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name} is {value!r} in config.json; it must be a whole number above zero")
+        advice = ", or set model.max_model_len" if name == _CONTEXT and value is None else ""
+        raise ModelError(f"{name} is {value!r} in config.json; it must be a whole number above zero{advice}")
     return value
 
 

@@ -1,6 +1,7 @@
 """Which engine serves a model: the rule as a table, what vLLM's runner asks for, and what a wrong vLLM is told."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ from baton.errors import ConfigError, ModelError, UnsupportedModel
 from deploy.control_plane import preflight
 from engine.device.gpus import VisibleGpus
 from engine.vllm_runner import VLLM_VERSION, VLLM_VERSIONS, requirements
-from engine.vllm_runner.pages import largest_page
+from engine.vllm_runner.pages import group_layers, largest_page
 from engine.vllm_runner.requirements import Installation, problem, read_architectures
 from worker.engine_choice import EngineFacts, choose, devices_of, engine_facts, engine_of
 
-KNOWN = ("LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeHybridForCausalLM")
+KNOWN = (
+    "LlamaForCausalLM", "Gemma2ForCausalLM", "DeepseekV3ForCausalLM", "GraniteMoeHybridForCausalLM",
+    "Mamba2ForCausalLM", "Qwen3NextForCausalLM",
+)  # fmt: skip
 RIGHT = Installation(VLLM_VERSION, frozenset(KNOWN))
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 128,
@@ -26,6 +30,15 @@ GRANITE = LLAMA | {
     "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "num_hidden_layers": 4,
     "layer_types": ["mamba", "mamba", "mamba", "attention"], "num_key_value_heads": 2, "mamba_n_heads": 4,
     "mamba_d_state": 16, "dtype": "float32",
+}  # fmt: skip
+MAMBA2: dict[str, Any] = {
+    "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 128, "num_hidden_layers": 64,
+    "num_heads": 4, "head_dim": 64, "state_size": 16, "n_groups": 1, "num_attention_heads": None, "dtype": "float32",
+    "max_position_embeddings": None,
+}  # fmt: skip
+QWEN3_NEXT = LLAMA | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 8, "head_dim": 256,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "dtype": "bfloat16",
 }  # fmt: skip
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 
@@ -77,16 +90,50 @@ def test_the_rule(setting: Any, native: str, vllm: str, on_gpu: bool, engine: st
         (GRANITE | {"mamba_d_state": None}, 64, "cpu", "mamba_d_state"),
         (GRANITE, 64, "cuda", "on a CPU only"),
         (GRANITE | {"layer_types": ["mamba", *["attention"] * 3]}, 64, "cpu", "3 of 4"),
+        (MAMBA2, 32, "cpu", ""),
+        (MAMBA2 | {"num_hidden_layers": 67}, 32, "cpu", "67 layers can't be divided into 2 to 64"),
+        (MAMBA2 | {"num_hidden_layers": 1}, 32, "cpu", "1 layers can't be divided"),
+        (MAMBA2 | {"num_hidden_layers": None}, 32, "cpu", "num_hidden_layers"),
+        (MAMBA2, 32, "cuda", "on a CPU only"),
+        (MAMBA2 | {"model_type": "mamba"}, 32, "cpu", "layers of kind mamba keep no K and V"),
+        (QWEN3_NEXT, 1056, "cpu", ""),
+        (QWEN3_NEXT, 1024, "cpu", "--set pages.page_size=1056"),
+        (QWEN3_NEXT | {"dtype": "float32"}, 1056, "cpu", "bfloat16 only, not float32: set model.dtype to bfloat16"),
+        (QWEN3_NEXT | {"linear_key_head_dim": 64}, 1056, "cpu", "heads of 64 or 128 elements"),
+        (QWEN3_NEXT | {"full_attention_interval": 1}, 1056, "cpu", "8 of 8"),
         ({"layer_types": ["full_attention", "linear_attention"]}, 32, "cpu", "linear_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, 32, "cpu", ""),
         ({"text_config": {"hidden_size": 64, "num_attention_heads": 4}}, 32, "cpu", "not 16"),
         ({"hidden_size": None}, 32, "cpu", ""),
     ],
 )
-def test_what_vllm_asks_of_a_model(more: dict[str, Any], page_size: int, device: str, reason: str):
+def test_what_vllm_asks_of_a_model(
+    more: dict[str, Any], page_size: int, device: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "cpu_description", lambda: "avx512_bf16")
     lack = problem(RIGHT, LLAMA | more, page_size, device)
     assert reason in lack
     assert bool(reason) == bool(lack)
+
+
+def test_a_gated_delta_net_needs_a_cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "cpu_description", lambda: "avx512f")
+    assert "AVX512-BF16" in problem(RIGHT, QWEN3_NEXT, 1056, "cpu")
+
+
+def test_a_page_of_states_holds_one_state_of_all_layers() -> None:
+    page = largest_page(MAMBA2, "bfloat16", 32, "auto")
+    assert page.page_bytes == 64 * (3 * (256 + 2 * 16) * 2 + 256 * 16 * 4)
+    assert page == replace(largest_page(MAMBA2, "bfloat16", 64, "auto"), page_size=32)
+    assert [group_layers(layers) for layers in (24, 64, 96, 67)] == [1, 1, 2, 67]
+
+
+def test_a_model_that_names_no_context_needs_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MAMBA2))
+    unbounded = load(None, {"pages.page_size": 32})
+    assert "model.max_model_len" in engine_facts(unbounded, tmp_path, ["cpu"], RIGHT).vllm_lack
+    bounded = load(None, {"pages.page_size": 32, "model.max_model_len": 512})
+    assert not engine_facts(bounded, tmp_path, ["cpu"], RIGHT).vllm_lack
 
 
 @pytest.mark.parametrize(("name", "value"), [("quantization", "fp8"), ("enable_expert_parallel", True)])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.layout import DTYPE_BYTES, FORMS, FP8, INT8, LATENT, LAYOUT_VERSION, PageLayout
+from kvstore.layout import DTYPE_BYTES, FORMS, FP8, INT8, LATENT, LAYOUT_VERSION, STATES, PageLayout
 
 layouts = st.builds(
     PageLayout,
@@ -34,6 +34,8 @@ def test_sizes_of_a_known_page():
     latent = PageLayout(num_layers=61, num_kv_heads=1, head_dim=576, page_size=16, dtype="bfloat16", form=LATENT)
     assert latent.shape == (1, 61, 16, 576)
     assert latent.token_bytes == 61 * 576 * 2
+    states = PageLayout(num_layers=2, num_kv_heads=1, head_dim=600, page_size=64, dtype="bfloat16", form=STATES)
+    assert states.page_bytes == 2 * 600 * 2
     for dtype in (INT8, FP8):
         codes = PageLayout(num_layers=32, num_kv_heads=8, head_dim=128, page_size=16, dtype=dtype)
         assert codes.shape == (8, 32, 2 * 16 * (128 + 4))

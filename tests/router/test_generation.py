@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from baton.config import ModelConfig
 from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelError, ModelMismatch, ModelNotFound
@@ -168,6 +169,13 @@ def test_a_checkpoint_is_read(tmp_path: Path) -> None:
     assert (model.name, model.eos, model.limits) == (tmp_path.name, (1,), ModelLimits(400, 1_000))
     assert model.defaults == SamplingParams()
     assert model.tokenizer is not None
+
+
+def test_a_checkpoint_that_names_no_context_needs_a_bound(tmp_path: Path) -> None:
+    config = checkpoint(tmp_path, {"vocab_size": 400, "eos_token_id": 1})
+    with pytest.raises(ModelError, match=r"or set model\.max_model_len"):
+        load(config)
+    assert load(structs.replace(config, max_model_len=500)).limits == ModelLimits(400, 500)
 
 
 def test_generation_settings_count_only_where_sampling_is_recommended(tmp_path: Path) -> None:

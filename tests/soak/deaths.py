@@ -76,11 +76,11 @@ SHAPES = {"1P+1D": Shape(1, 1), "2P+2D": Shape(2, 2), "colocated": Shape(0, 1)}
 RANKED = {"TP 1-2": Shape(1, 1, 1, 2), "TP 2-1": Shape(1, 1, 2, 1), "colocated TP 2": Shape(0, 1, 1, 2)}
 if ENGINE.name == "vllm":
     SHAPES |= RANKED
-_LATENT = {name for name, recipe in checkpoints.VLLM_RECIPES.items() if "kv_lora_rank" in recipe.settings}
-"""Their pages have another size; tests/vllm_runner/test_latents.py has their clusters."""
+_APART = {"deepseek-v2", "deepseek-v3", "granite4", "mamba2", "qwen3-next"}
+"""Their pages have other sizes; tests/vllm_runner/test_latents.py and test_states.py have their clusters."""
 FAMILIES = (
     *checkpoints.FAMILIES,
-    *(sorted(checkpoints.VLLM_RECIPES.keys() - _LATENT) if ENGINE.name == "vllm" else ()),
+    *(sorted(checkpoints.VLLM_RECIPES.keys() - _APART) if ENGINE.name == "vllm" else ()),
 )
 
 

@@ -32,6 +32,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -48,6 +50,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 from transformers.utils import logging
 
@@ -110,15 +114,22 @@ _LONGROPE = {
 }
 
 
+def _mamba2_config(**sizes: Any) -> PreTrainedConfig:
+    """Without the sizes of attention, as checkpoints of Mamba 2 are."""
+    return Mamba2Config(**{name: value for name, value in sizes.items() if hasattr(Mamba2Config, name)})
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """One kind of checkpoint. `settings` go on top of the common sizes; `norms` is the range of the norms' weights."""
+    """One kind of checkpoint. `settings` go on top of the common sizes; `norms` is the range of the norms' weights, and
+    `score_norms` that of the norms of queries and keys."""
 
-    config: type[PreTrainedConfig]
+    config: Callable[..., PreTrainedConfig]
     model: type[PreTrainedModel]
     settings: Mapping[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
     norms: tuple[float, float] = (0.5, 1.5)
+    score_norms: tuple[float, float] = (1.0, 3.0)  # normed scores near zero attend to everything alike
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -235,6 +246,42 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
             "position_embedding_type": "rope",
         },
     ),
+    "mamba2": Recipe(
+        _mamba2_config,
+        Mamba2ForCausalLM,
+        {
+            "hidden_size": 128,
+            "initializer_range": 0.1,
+            "num_heads": 8,
+            "head_dim": 32,
+            "state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 64,
+        },
+    ),
+    "qwen3-next": Recipe(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        {
+            "hidden_size": 128,
+            "initializer_range": 0.1,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 32,
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,  # all: in bfloat16 a router that chooses takes other experts than in float32
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "partial_rotary_factor": 0.5,
+        },
+        norms=(-0.5, 0.5),  # a norm's weight is added to one
+        score_norms=(0.0, 1.0),
+    ),
 }
 """Families that vLLM's runner serves and our own engine does not."""
 WIDE: Mapping[str, Any] = {"initializer_range": 0.1, "hidden_size": 256, "intermediate_size": 512, **ENGINE.wide}
@@ -256,7 +303,7 @@ def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float3
                 if parameter_name.endswith("bias"):
                     parameter.normal_(std=0.3)
                 elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
-                    parameter.uniform_(1.0, 3.0)  # normed scores near zero attend to everything alike
+                    parameter.uniform_(*recipe.score_norms)
                 elif "norm" in parameter_name:
                     parameter.uniform_(*recipe.norms)
     logging.disable_progress_bar()
@@ -305,11 +352,17 @@ class Reference:
     model: PreTrainedModel
     cache: Callable[[], Cache | None] = lambda: None
 
+    def _run(self, tokens: torch.Tensor, cache: Cache | None, *, use_cache: bool = True) -> tuple[torch.Tensor, Any]:
+        """Return the logits of each token, and the cache."""
+        name = "cache_params" if self.model.config.model_type == "mamba2" else "past_key_values"
+        output = self.model(tokens, **{name: cache}, use_cache=use_cache)
+        return output.logits[0], output.get(name)
+
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[tokens, vocab] float32."""
         cache = self.cache()
-        return self.model(torch.tensor([list(tokens)]), past_key_values=cache, use_cache=cache is not None).logits[0]
+        return self._run(torch.tensor([list(tokens)]), cache, use_cache=cache is not None)[0]
 
     @torch.inference_mode()
     def generate(self, prompt: Sequence[int], count: int) -> tuple[list[int], list[float]]:
@@ -321,9 +374,8 @@ class Reference:
         gaps: list[float] = []
         step, cache = torch.tensor([list(prompt)]), self.cache()
         for _ in range(count):
-            output = self.model(step, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            (best, second), (token, _) = output.logits[0, -1].topk(2)
+            logits, cache = self._run(step, cache)
+            (best, second), (token, _) = logits[-1].topk(2)
             tokens.append(int(token))
             gaps.append(float(best - second))
             step = token.view(1, 1)

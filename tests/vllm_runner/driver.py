@@ -121,6 +121,22 @@ def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, s
     return followed
 
 
+def likely(
+    reference: checkpoints.Reference, texts: Sequence[tuple[Sequence[int], Sequence[int]]], near: float, share: float
+) -> None:
+    """Each token that follows a prompt is the likeliest, but for near ties: at least this share, and others by less
+    than `near` below it."""
+    likeliest = total = 0
+    for prompt, drawn in texts:
+        logits = reference.logits([*prompt, *drawn])[len(prompt) - 1 : -1]
+        lost = logits.amax(dim=-1) - logits[range(len(drawn)), list(drawn)]
+        assert lost.max() < near
+        likeliest += int((lost == 0).sum())
+        total += len(drawn)
+        assert len(set(drawn)) > len(drawn) // 3
+    assert likeliest >= share * total
+
+
 def agree(one: Generation, expected: Sequence[int], gaps: Sequence[float]) -> None:
     """Compare tokens up to the first tie of the reference. Where it ties at once, nothing would be compared."""
     assert gaps[0] > 1e-3

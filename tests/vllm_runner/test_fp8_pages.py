@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ from tests.support import checkpoints, fp8_pages, workload
 from tests.support.cluster import Streams, at_rest, load
 from tests.support.eventually import DEADLINE, eventually
 from tests.support.fp8_pages import Fp8Cache, Scales
-from tests.vllm_runner.driver import PAGE, Generation, prompt_of, run, step, untimed
+from tests.vllm_runner.driver import PAGE, Generation, likely, prompt_of, run, step, untimed
 from tests.vllm_runner.driver import load as load_runner
 from tests.vllm_runner.test_cluster import SETTINGS, WIDE
 
@@ -85,17 +85,7 @@ def members() -> list[Generation]:
     return [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate(LENGTHS)]
 
 
-def compare(reference: checkpoints.Reference, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Each token that follows a prompt is the likeliest, but for near ties."""
-    likeliest = total = 0
-    for prompt, drawn in texts:
-        logits = reference.logits([*prompt, *drawn])[len(prompt) - 1 : -1]
-        lost = logits.amax(dim=-1) - logits[range(len(drawn)), list(drawn)]
-        assert lost.max() < NEAR
-        likeliest += int((lost == 0).sum())
-        total += len(drawn)
-        assert len(set(drawn)) > len(drawn) // 3
-    assert likeliest >= LIKELIEST * total
+compare = partial(likely, near=NEAR, share=LIKELIEST)
 
 
 def texts(sequences: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:

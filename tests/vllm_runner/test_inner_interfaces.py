@@ -261,12 +261,20 @@ def test_the_bytes_of_a_page(held: str, dtype: str):
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         use_mla=False,
+        is_attention_free=False,
         get_total_num_kv_heads=lambda: 2,
         get_total_num_hidden_layers=lambda: 3,
         get_head_size=lambda: 64,
     )
     config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=held, block_size=32))
     assert _page_bytes(config) == PageLayout(3, 2, 64, 32, dtype).page_bytes
+
+
+def test_what_a_layer_with_states_says_of_them():
+    """`bring_up` marks some by a field that only several ranks look at."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    assert {"shapes", "dtypes", "tp_replicated"} <= {field.name for field in dataclasses.fields(MambaSpec)}
 
 
 def test_what_the_kernels_for_cpus_take():
