@@ -81,6 +81,11 @@ TECHNIQUES = (
     Technique("Steps launched ahead", "SGLang's overlap scheduler; vLLM", "worker/loop.py"),
     Technique("Sliding windows", "Mistral 7B, 2023", "decode_worker"),
     Technique("Attention sinks with a window, of a request", "StreamingLLM, ICLR 2024", "kvstore/kv_window.py"),
+    Technique(
+        "Attention sinks, a window and pages chosen by attention, of a request",
+        "SnapKV, NeurIPS 2024",
+        "kvstore/kv_window.py",
+    ),
     Technique("Pages by groups of layers", "Jenga, SOSP 2025; vLLM", "kvstore/window_groups.py"),
     Technique("Snapshots of recurrent states", "Marconi, MLSys 2025; vLLM", "engine/vllm_runner"),
     Technique("Mixture of experts", "GShard, 2020; Mixtral, 2024", "engine/models"),

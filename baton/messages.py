@@ -27,7 +27,7 @@ LOWEST_CLASS = 8
 """The priority of requests that fill gaps. No other is less urgent, and none more than its opposite."""
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 MIXED = "mixed"  # as numerics of a namespace: its pages come from several classes of arithmetic
 KEY_BYTES = 16
 TOKEN_BYTES = 4
@@ -366,11 +366,13 @@ class SamplingParams(DrawParams, frozen=True):
 
 class KvCompression(Struct, frozen=True, forbid_unknown_fields=True):
     """How the K and V of a sequence are kept small. "window": tokens of the output attend to the first `sinks` tokens
-    and to the last `window`, both in whole pages (`kvstore.kv_window`)."""
+    and to the last `window`, both in whole pages (`kvstore.kv_window`). "snapkv": beside them to `keep` tokens of the
+    prompt, those pages to which its last tokens attend most. Without any it is a window."""
 
-    kind: Literal["window"]
+    kind: Literal["window", "snapkv"]
     window: Annotated[int, Meta(ge=1, le=2**32 - 1)]
     sinks: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 4
+    keep: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
 
 
 class PageSource(Struct, frozen=True):
@@ -514,6 +516,7 @@ class Delta(Struct, frozen=True, omit_defaults=True):
     verified: Count = 0  # proposals of this attempt so far that steps have verified
     accepted: Count = 0  # and of those the right ones
     saved: float = 0.0  # seconds by which speculation has brought its output forward so far; negative: held it up
+    chosen: tuple[Count, ...] = ()  # pages of the prompt by `KvCompression.keep`; said with the first delta
 
 
 class Tokens(Message, frozen=True):

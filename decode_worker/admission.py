@@ -74,12 +74,12 @@ class SequenceAdmission:
     def _own(self, holder: Sequence) -> int:
         """How many pages only this sequence refers to."""
         pages = holder.pages
-        return self._blocks.count_unshared(pages.held if pages.sinks else pages, 0 if pages.sinks else pages.first)
+        return self._blocks.count_unshared(pages.held if pages.anchors else pages, 0 if pages.anchors else pages.first)
 
 
 def _outlook(sequence: Sequence, pages: int, own: int) -> GrowthOutlook:
     generated = sequence.generated
-    known = len(sequence.tokens) - (sequence.pages.first - sequence.pages.sinks) * sequence.page_size
+    known = len(sequence.tokens) - (sequence.pages.first - len(sequence.pages.anchors)) * sequence.page_size
     return GrowthOutlook(generated, sequence.max_tokens - generated, known, pages, own, _most(sequence, pages))
 
 
@@ -88,7 +88,7 @@ def _most(sequence: Sequence, pages: int) -> float:
     cached ones after them are in use."""
     window = sequence.window
     if sequence.kv_window is not None:
-        return sequence.kv_window.held(sequence.pages.first)
+        return sequence.kv_window.held(sequence.pages.first, sequence.apart)
     if window is None:
         return inf
     in_parts = sequence.in_parts if sequence.pages else sequence.must_be_in_parts

@@ -115,7 +115,7 @@ def _chunk(sequence: Sequence, count: int) -> Chunk:
         tokens, scoring, follows = sequence.tokens[start:end], sequence.scoring(end), None
     return Chunk(
         tokens, start, sequence.pages, draw, scoring, follows, sequence.adapter, window_pages=sequence.window_pages,
-        kv_window=sequence.kv_window,
+        kv_window=sequence.kv_window, observed=sequence.observed(end),
     )  # fmt: skip
 
 

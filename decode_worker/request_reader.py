@@ -28,6 +28,7 @@ class RequestReader:
     grammars: OutputGrammars | None
     ageing_ms: int
     no_kv_windows: str  # see `engine.runner.Runner`
+    no_page_weights: str  # likewise
 
     def sequence(self, order: Decode, router: str, arrival: int, now: float) -> Sequence:
         """Return the sequence that is ordered, without pages. Raises MalformedMessage, ModelMismatch for an adapter
@@ -48,8 +49,11 @@ class RequestReader:
         if order.sampling.grammar is not None and self.groups.states:
             # A token whose mask is late is drawn again, and its input would change the states twice.
             raise InvalidGrammar("a model with recurrent states follows no grammar; leave it out")
-        if order.kv_compression is not None and self.no_kv_windows:
+        kind = None if order.kv_compression is None else order.kv_compression.kind
+        if kind is not None and self.no_kv_windows:
             raise UnsupportedField(f"kv_compression is not served: {self.no_kv_windows}; leave it out")
+        if kind == "snapkv" and self.no_page_weights:
+            raise UnsupportedField(f"kv_compression of the kind snapkv is not served: {self.no_page_weights}")
         # A tokenizer may have more tokens than the model, which never draws them.
         stops = [each for each in order.stop_token_ids if self.vocab_size is None or 0 <= each < self.vocab_size]
         priority = max(-LOWEST_CLASS, min(order.priority, LOWEST_CLASS))

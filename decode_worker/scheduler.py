@@ -124,6 +124,7 @@ class DecodeScheduler:
         drafter: Drafter | None = None,
         verify_all: bool = False,
         no_kv_windows: str = "",
+        no_page_weights: str = "",
     ) -> None:
         """`growth_reserve`: the rule for admission, the learned one by default. `calibration`: steps that were run
         before there was any work. `vocab_size`, where known: a token id of an order must be lower, because it would
@@ -133,7 +134,8 @@ class DecodeScheduler:
         attend to a window beside it. `adapters`: digests of those that orders may name. `recompute_share`: part of the
         pages that is checked. `fixed_borders`: see `engine.runner.Runner`. `proposer`: makes those of sequences; none:
         they propose nothing. `drafter`: guesses where they don't. No step may be planned while one with proposals
-        runs. `verify_all`: whatever they cost, all are verified. `no_kv_windows`: see `engine.runner.Runner`."""
+        runs. `verify_all`: whatever they cost, all are verified. `no_kv_windows` and
+        `no_page_weights`: see `engine.runner.Runner`."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -143,8 +145,9 @@ class DecodeScheduler:
         )
         self._groups = groups
         self._reader = RequestReader(
-            page_size, sliding, groups, vocab_size, adapters, grammars, config.ageing_ms, no_kv_windows
-        )
+            page_size, sliding, groups, vocab_size, adapters, grammars, config.ageing_ms, no_kv_windows,
+            no_page_weights,
+        )  # fmt: skip
         self._sequences = AttemptTable[Sequence]()
         self._admission = SequenceAdmission(
             self._pages.blocks, growth_reserve or LearnedGrowthReserve(), page_size, groups
@@ -512,6 +515,10 @@ class DecodeScheduler:
         if self._speculation is not None:
             self._speculation.step_ended(done.plan, step, drawn)
         scored = self._take_scores(done)
+        for number, weights in done.weights.items():
+            name, chunk = [*done.plan.items()][number]
+            if (sequence := self._in_step(name, chunk)) is not None:
+                sequence.observe(weights)
         if self._speculation is not None and self._speculation.guesses:
             for (name, chunk), each in zip(done.plan.items(), drawn, strict=True):
                 if (sequence := self._in_step(name, chunk)) is not None:
@@ -592,6 +599,7 @@ class DecodeScheduler:
                 self._pages.release(sequence)
             else:
                 self._pages.give_back_unseen(sequence)
+                commands += self._pages.take_apart(sequence)
         return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
 
     def _step_failed(self, plan: ScheduledBatch, message: str) -> list[DecodeCommand]:

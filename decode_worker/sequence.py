@@ -98,6 +98,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list[bytes])  # of the full pages of `tokens`
     known_at_first: int = 0  # tokens known when pages were last reserved
     in_parts: bool = False  # it was given pages for a part of these only
+    apart: bool = False  # those that it keeps behind its sinks are copies, which no other sequence knows
     computed: int = 0  # tokens from the start whose K and V lie in `pages`
     copied: int = 0  # of these, the last ones, which came with a copy of another sequence's page
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
@@ -126,6 +127,7 @@ class Sequence:
     first_new: int = 0  # tokens known when the attempt began
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
     prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # of tokens[1:]
+    page_weights: list[Items[float]] = field(default_factory=list[Items[float]])  # of the tokens observed so far
     proposals: Proposals | None = None
     finish: FinishReason | None = None
 
@@ -144,6 +146,25 @@ class Sequence:
         return 0 if self.sampling.prompt_logprobs is None else self.prompt - 1 - len(self.prompt_logprobs)
 
     @property
+    def unobserved(self) -> int:
+        """Prompt tokens that are still to be observed, at its end."""
+        if self.kv_window is None:
+            return 0
+        return self.prompt - self.kv_window.observed_from - len(self.page_weights)
+
+    def observed(self, end: int) -> int:
+        """How many tokens of a chunk up to the token before `end` are to be observed, its last ones."""
+        return max(0, self.unobserved - self.prompt + end) if self.unobserved else 0
+
+    def observe(self, weights: Items[Items[float]]) -> None:
+        """Take what tokens of the prompt attend to, those after the last observed one. After all its pages are
+        chosen."""
+        assert self.kv_window is not None
+        self.page_weights += weights
+        if not self.unobserved:
+            self.kv_window, self.page_weights = self.kv_window.choose(self.page_weights), []
+
+    @property
     def chunk_limit(self) -> int:
         """The most tokens that one chunk may hold. With states none goes beyond a page. Where a prompt is scored, its
         last token is a step of its own.
@@ -152,6 +173,8 @@ class Sequence:
         that equal kernels give equal bits.
         """
         most = self.prompt - 1 - self.next_start if self.unscored else self.next_pending
+        if self.unobserved:  # tokens of the output attend to what is chosen then
+            most = min(most, self.prompt - self.next_start)
         return self.groups.longest_chunk(self.next_start, most)
 
     def scoring(self, end: int) -> PromptScoring | None:
@@ -206,7 +229,8 @@ class Sequence:
         the next chunk ends, and a sequence in parts gives pages back first."""
         if self.under_way is None or self.draws_its_last:
             return False
-        return self.in_parts or self.under_way.chunk.scoring is not None
+        chunk = self.under_way.chunk
+        return self.in_parts or chunk.scoring is not None or chunk.observed > 0
 
     @property
     def needs_its_token(self) -> bool:
@@ -316,7 +340,9 @@ class Sequence:
         computed = self.prompt_computed if position == self.first_new else 0
         tokens, logprobs = tuple(self.tokens[position:]), tuple(self.logprobs[position - self.first_new :])
         counts = (0, 0, 0.0) if (own := self.proposals) is None else (own.verified, own.accepted, own.saved)
-        return Delta(self.name.request, self.name.attempt, position, tokens, logprobs, self.finish, computed, *counts)
+        chosen = () if self.kv_window is None or position > self.first_new else self.kv_window.chosen
+        name = self.name
+        return Delta(name.request, name.attempt, position, tokens, logprobs, self.finish, computed, *counts, chosen)
 
     def extend_keys(self) -> None:
         """Derive the keys of the exact pages that have filled up since."""
@@ -336,8 +362,10 @@ class Sequence:
 
     def reusable_keys(self) -> Items[bytes]:
         """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it, and every
-        token before one that is to be scored."""
+        token that is to be observed, or before one that is to be scored."""
         pages = cacheable_pages(len(self.tokens), self.page_size)
+        if unobserved := self.unobserved:
+            pages = min(pages, (self.prompt - unobserved) // self.page_size)
         if self.unscored:
             pages = min(pages, len(self.prompt_logprobs) // self.page_size)
         return self.keys[:pages]
@@ -352,7 +380,12 @@ class Sequence:
         """Those, and that of the partial page after them where a prefill worker makes it."""
         keys = [*self.reusable_keys()]
         length = len(self.tokens) - 1
-        if self.prefilled_remotely and length <= self.exact and (rest := self.partial_key(length)):
+        if (
+            self.prefilled_remotely
+            and length <= self.exact
+            and not self.unobserved
+            and (rest := self.partial_key(length))
+        ):
             keys.append(rest)
         return keys
 

@@ -45,7 +45,8 @@ class SequencePages:
         keys, needed = sequence.reservation()
         in_parts = sequence.must_be_in_parts
         cached = self._groups.match(self.blocks, keys)
-        beginning, copied = (0, 0) if sequence.unscored or in_parts else self._find_beginning(sequence, cached)
+        alone = sequence.unscored or sequence.unobserved or in_parts
+        beginning, copied = (0, 0) if alone else self._find_beginning(sequence, cached)
         allocation = self._groups.allocate(self.blocks, keys, needed, sequence.coming)
         if allocation is None:
             return None
@@ -140,7 +141,26 @@ class SequencePages:
         if self._window is not None:
             self._take_back(sequence, sequence.pages.give_back(self._window.first_page(sequence.computed)))
         if (own := sequence.kv_window) is not None:
-            self._take_back(sequence, sequence.pages.give_back(own.first_page(sequence.computed), own.sinks))
+            first = own.first_page(sequence.computed)
+            self._take_back(sequence, sequence.pages.give_back(first, own.anchors(first)))
+
+    def take_apart(self, sequence: Sequence) -> list[DuplicatePage]:
+        """Copy the pages that a sequence keeps behind its sinks, if there is room now. A cached page keeps all before
+        it in the cache, and these were given back."""
+        own, pages = sequence.kv_window, sequence.pages
+        if own is None or not own.chosen or not pages.first or sequence.apart:
+            return []
+        behind = [*(page for page in pages.anchors if page >= own.sinks), *range(pages.first, sequence.cached_pages)]
+        copies = self.blocks.allocate(len(behind))
+        if copies is None or self.blocks.in_limbo(copies):
+            self.blocks.free(copies or ())
+            return []
+        orders = [DuplicatePage(pages[page], copy) for page, copy in zip(behind, copies, strict=True)]
+        for page, copy in zip(behind, copies, strict=True):
+            pages.exchange(page, copy)
+        self.blocks.free([order.source for order in orders])
+        sequence.apart = True
+        return orders
 
     def give_back_windows(self, sequence: Sequence) -> None:
         """Take back the window pages that no layer looks at any more."""
@@ -159,6 +179,7 @@ class SequencePages:
             self.share_last(sequence)
         self.blocks.free([*sequence.pages.held, *sequence.window_pages.held])
         sequence.pages, sequence.window_pages, sequence.in_limbo = BlockTable(), BlockTable(), []
+        sequence.apart = False
 
     def validate(self, sequence: Sequence) -> None:
         """Raise AssertionError unless it has the pages that its phase and progress ask for. For tests."""

@@ -103,7 +103,10 @@ class Speculation:
         candidates = [
             candidate
             for name, chunk in plan.items()
-            if len(chunk.tokens) == 1 and chunk.sample is not None and (sequence := find(name)) is not None
+            if len(chunk.tokens) == 1
+            and chunk.sample is not None
+            and not chunk.observed
+            and (sequence := find(name)) is not None
             if (candidate := self._candidate(name, sequence, chunk.sample)) is not None
         ]
         if not candidates:

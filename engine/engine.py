@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
@@ -44,14 +45,14 @@ from engine.models.linear import LinearMaker, PlainLinears
 from engine.models.transformer import NUMERICS_VERSION, Transformer
 from engine.models.weights import TORCH_DTYPES, ModelWeights
 from engine.numerics import torch_digest
-from engine.runner import FinishedStep, Mover, PromptScores, StepHandle, VerifiedDraws
+from engine.runner import FinishedStep, Mover, PageWeights, PromptScores, StepHandle, VerifiedDraws
 from engine.sampling import counter_rng
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.likely_draws import draw_likely
 from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import QUANTIZED_AT_LOAD, ModelSpec
-from engine.step.batch import Batch, Chunk, HiddenRow, Sampled, TokenDraw, flatten
+from engine.step.batch import Batch, Chunk, Floats, HiddenRow, Sampled, TokenDraw, flatten
 from kvstore.layout import CODES, PageLayout
 from kvstore.window_groups import NO_GROUPS
 
@@ -65,6 +66,7 @@ class StepOutput(Struct, frozen=True, gc=False):
     sampled: list[Sampled | None]
     scores: dict[int, list[PromptTokenLogprob]]
     verified: dict[int, list[Sampled | None]] = {}
+    weights: PageWeights = {}
 
 
 class _Cuda(NamedTuple):
@@ -143,6 +145,9 @@ class Engine:
         self._hidden = (
             torch.empty(0) if self._native is None else self._native.hidden
         )  # normed, of the last draws' rows
+        self.no_page_weights = (
+            "" if self.verifies else "only our own kernels for CPUs tell what tokens attend to, and they don't run here"
+        )
         if self._cuda is not None:
             self._cuda = self._cuda._replace(launcher=self._launcher(CudaStreams(pool.device)))
 
@@ -291,6 +296,8 @@ class Engine:
         head.
         Raises ValueError, before it touches any page, for a chunk that this model and pool can't run.
         """
+        if any(chunk.observed for chunk in chunks) and self.no_page_weights:
+            raise ValueError(f"no token can be observed: {self.no_page_weights}")
         if self._cuda is not None:
             finished = self.launch(chunks).wait()
             return StepOutput(list(finished.sampled), {n: list(tokens) for n, tokens in finished.scores.items()})
@@ -299,18 +306,20 @@ class Engine:
         with self.tracer.span("inputs", "engine"):
             batch = self._flatten(chunks)
         masks = self._start_masks(chunks)
+        weights = _weights(chunks, batch)
         scores: dict[int, list[PromptTokenLogprob]] = {}
         if any(chunk.scoring is not None for chunk in chunks):
-            logits, best = self._score(chunks, batch, scores), None
+            logits, best = self._score(chunks, batch, scores, weights), None
         else:
-            logits, best = self._logits(batch)
+            logits, best = self._logits(batch, weights)
+        observed = {} if weights is None else _by_chunk(chunks, weights)
         if logits is None:
-            return StepOutput([None] * len(chunks), scores)
+            return StepOutput([None] * len(chunks), scores, weights=observed)
         draws = [chunk.draws for chunk in chunks]
         drawn = iter(self._draw([draw for each in draws for draw in each], logits, best, masks))
         rows = [list(islice(drawn, len(each))) for each in draws]
         verified = {place: each[:-1] for place, each in enumerate(rows) if len(each) > 1}
-        return StepOutput([each[-1] if each else None for each in rows], scores, verified)
+        return StepOutput([each[-1] if each else None for each in rows], scores, verified, observed)
 
     def _draw(
         self,
@@ -355,12 +364,12 @@ class Engine:
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:
         return flatten(chunks, self.layout.page_size, self.num_pages, self.vocab_size, self.window)
 
-    def _logits(self, batch: Batch) -> tuple[torch.Tensor | None, Sequence[int] | None]:
+    def _logits(self, batch: Batch, weights: Floats | None = None) -> tuple[torch.Tensor | None, Sequence[int] | None]:
         """Run the model: logits of the rows that a token is drawn from, if there are any and there is a head; and the
         likeliest tokens, where they were found on the way."""
         if self._native is not None:
             with self.tracer.span("layers and head", "engine"):
-                scores = self._native.run(batch)
+                scores = self._native.run(batch, weights)
                 self._hidden = self._native.hidden
             return (None, None) if scores is None else (scores.logits, scores.best)
         with torch.inference_mode():
@@ -373,12 +382,16 @@ class Engine:
 
     @torch.inference_mode()
     def _score(
-        self, chunks: Sequence[Chunk], batch: Batch, scores: dict[int, list[PromptTokenLogprob]]
+        self,
+        chunks: Sequence[Chunk],
+        batch: Batch,
+        scores: dict[int, list[PromptTokenLogprob]],
+        weights: Floats | None,
     ) -> torch.Tensor | None:
         """Run the model and score prompt tokens. Return the logits of the rows that a token is drawn from, if any."""
         model = self._native or self._model
         with self.tracer.span("layers", "engine"):
-            hidden = model.forward(batch)
+            hidden = model.forward(batch) if self._native is None else self._native.forward(batch, weights)
         if hidden is None:
             return None
         drawn: list[int] = []
@@ -399,8 +412,22 @@ class Engine:
             return model.logits(self._hidden) if drawn else None
 
 
-def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws]:
-    return output.sampled, output.scores, output.verified
+def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws, PageWeights]:
+    return output.sampled, output.scores, output.verified, output.weights
+
+
+def _weights(chunks: Sequence[Chunk], batch: Batch) -> Floats | None:
+    """Room for what the observed rows of a batch attend to; none: no row is observed."""
+    if not batch.num_observed:
+        return None
+    pages = max(-(-chunk.end // batch.page_size) for chunk in chunks if chunk.observed)
+    return np.zeros((batch.num_observed, pages), np.float32)
+
+
+def _by_chunk(chunks: Sequence[Chunk], weights: Floats) -> PageWeights:
+    """The rows of each chunk that has observed ones, by its number."""
+    counts = [chunk.observed for chunk in chunks]
+    return {n: weights[sum(counts[:n]) :][:count].tolist() for n, count in enumerate(counts) if count}
 
 
 def linear_maker(device: str, spec: ModelSpec | None, quantization: str = "") -> LinearMaker:

@@ -28,19 +28,21 @@ from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
 from kvstore.layout import PageLayout
 from kvstore.window_groups import WindowGroups
 
+PageWeights: TypeAlias = Mapping[int, Sequence[Sequence[float]]]
 PromptScores: TypeAlias = Mapping[int, Sequence[PromptTokenLogprob]]
 VerifiedDraws: TypeAlias = Mapping[int, Sequence[Sampled | None]]
 
 
 class StepResults(Struct, frozen=True, gc=False):
     """The results of a step: for each chunk the token drawn by `sample`, None without it, and always None without a
-    head; and by number of the chunk what it scored, and the tokens drawn by `verify`. `seconds` is what it took by the
-    device's clock."""
+    head; and by number of the chunk what it scored, the tokens drawn by `verify`, and what its observed tokens attend
+    to, [tokens, pages]. `seconds` is what it took by the device's clock."""
 
     sampled: Sequence[Sampled | None]
     scores: PromptScores
     seconds: float
     verified: VerifiedDraws = {}
+    weights: PageWeights = {}
 
 
 class StepHandle(Protocol):
@@ -112,6 +114,8 @@ class Runner(Protocol):
     """A step may be launched while another one runs, with chunks that follow its draws (`Chunk.follows`)."""
     no_kv_windows: str
     """Why no chunk may have a `kv_window`; empty: each may."""
+    no_page_weights: str
+    """Why no token of a chunk may be `observed`; empty: each may."""
     verifies: bool
     """Chunks may have proposals (`Chunk.verify`). The logits of each row are those that it would have alone."""
 
@@ -162,11 +166,13 @@ class FinishedStep:
         self._finished = finished
 
     @classmethod
-    def timed(cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws]]) -> FinishedStep:
+    def timed(
+        cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws, PageWeights]]
+    ) -> FinishedStep:
         """Run a step here and now."""
         began = time.perf_counter()
-        sampled, scores, verified = run()
-        return cls(StepResults(sampled, scores, time.perf_counter() - began, verified))
+        sampled, scores, verified, weights = run()
+        return cls(StepResults(sampled, scores, time.perf_counter() - began, verified, weights))
 
     def done(self) -> bool:
         return True

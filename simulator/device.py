@@ -102,9 +102,9 @@ class CheckingDevice:
         first = own.first_page(chunk.start)
         if isinstance(chunk.pages, BlockTable):
             assert chunk.pages.first <= first, "a page of the window was given back"
-            assert not chunk.pages.first or chunk.pages.sinks >= own.sinks, "a page of the sinks was given back"
+            assert chunk.pages.anchors == own.anchors(chunk.pages.first), "a page that is kept was given back"
         for position in range(chunk.start):
-            if not min(own.sinks, first) * self._page_size <= position < first * self._page_size:
+            if position >= first * self._page_size or position // self._page_size in own.anchors(first):
                 yield position
 
     def first_read(self, chunk: Chunk) -> int:

@@ -516,7 +516,7 @@ class WorkerLoop:
         # A CPU is the loop's, too: what a step costs there is all that passes from its plan to its end.
         seconds = finished.seconds if self.runner.overlaps else None
         self._step_ended(seconds)
-        return StepDone(plan, finished.sampled, finished.scores, seconds, finished.verified)
+        return StepDone(plan, finished.sampled, finished.scores, seconds, finished.verified, finished.weights)
 
     def _step_ended(self, seconds: float | None) -> None:
         """The oldest step has ended. One that was launched ahead begins now."""

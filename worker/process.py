@@ -129,6 +129,7 @@ def _serve_decode(worker: WorkerLoop, config: Config, drafter: Drafter | None, s
         drafter=drafter if worker.speculates else None,
         verify_all=config.model.speculation != "auto",
         no_kv_windows=worker.runner.no_kv_windows,
+        no_page_weights=worker.runner.no_page_weights,
     )
     worker.serve(state, lambda: _decode_samples(state.stats()), stop)
 

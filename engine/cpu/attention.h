@@ -416,6 +416,36 @@ struct Attention {
     }
   }
 
+  // --- observed rows --------------------------------------------------------------------------------------------------
+
+  // Adds to `weights` how much the queries of one KV head in a row of a run attend to each page. The scores are computed
+  // twice: for their maximum and sum, and then for the weights.
+  void observe(const Run& run, int64_t head, int64_t row, float* weights, Scratch& scratch) const {
+    const int64_t group = shape.group(), to = run.position + row + 1, from = first_seen(to - 1);
+    const auto by_block = [&](const Kept<T>* query, int64_t count, const auto& work) {
+      for (int64_t first = from / kKeys * kKeys; first < to; first += kKeys) {
+        const int64_t end = least(first + kKeys, to);
+        find(run, head, first, std::max(first, from), end, scratch);
+        scratch.ahead.clear();
+        score_few(query, count, static_cast<int>(end - first), scratch);
+        for (int64_t q = 0; q < count; ++q) work(q, first, end);
+      }
+    };
+    for (int64_t at = 0, count; at < group; at += count) {
+      count = least(group - at, kFew);
+      float most[kFew], sum[kFew], each[kKeys];
+      std::fill(most, most + count, kNever);
+      std::fill(sum, sum + count, 0.0f);
+      const Kept<T>* const query = kept_queries(queries_of(run, head) + (row * group + at) * shape.padded(), count, scratch);
+      by_block(query, count, [&](int64_t q, int64_t first, int64_t) { soften_few(q, from - first, to - first, most, sum, scratch); });
+      by_block(query, count, [&](int64_t q, int64_t first, int64_t end) {
+        for (int64_t i = 0; i < kKeys; i += kLanes)
+          store16(each + i, power(T{}, fms(load16(scratch.scores + q * kKeys + i), filled(factor()), filled(most[q]))));
+        for (int64_t key = std::max(first, from); key < end; ++key) weights[key / shape.page_size] += each[key - first] / sum[q];
+      });
+    }
+  }
+
   // --- many queries ---------------------------------------------------------------------------------------------------
 
   // Queries `first` to `last` − 1 of one KV head, at most kWides · kWide, over all that they see.

@@ -113,6 +113,9 @@ struct Batch {
   float* logits;        // [sample_count][vocab], or null
   int64_t* best;        // [sample_count]: the likeliest token, of equal ones the lowest
   int64_t moved;        // 1: places are not positions
+  int64_t observed_count;
+  float* weights;       // [observed_count][weights_stride], zeros at first: what these rows attend to, by page
+  int64_t weights_stride;
 
   const int64_t* tokens() const { return ints; }                                // [rows]
   const int64_t* positions() const { return tokens() + rows; }                  // [rows]
@@ -121,6 +124,8 @@ struct Batch {
   const int64_t* begun() const { return sample_rows() + sample_count; }         // [begun_count]: pages to be zeroed first
   // [rows]: where in what they attend to the rows stand
   const int64_t* places() const { return moved ? begun() + begun_count : positions(); }
+  // [observed_count], ascending
+  const int64_t* observed() const { return begun() + begun_count + (moved ? rows : 0); }
 };
 }
 
@@ -636,6 +641,7 @@ class Step {
     place(layer, l, block, thread);
     if (last) pick(block, thread);
     meet();
+    if (!last && b.observed_count) observe(layer, l, block, thread);
     if (!last) return finish(layer, l, x, block.rows(), m.layer[l + 1], thread);
     if (!block.samples) return;
     finish(layer, l, picked_, block.samples, m.layer[0], thread);
@@ -1006,6 +1012,21 @@ class Step {
       const Unit* const then = next < unit_count_ && is_few(runs_[units_[next].run]) ? units_ + next : nullptr;
       attention.attend_few(run, unit.run, unit, scratch, then ? runs_ + then->run : nullptr, then);
     });
+  }
+
+  // Adds what the observed rows of a block attend to in this layer, each row on one thread, so always in one order.
+  void observe(const Layer& layer, int64_t l, const Block& block, int thread) {
+    const Attention<T> attention{shape_, m.pool, queries_, nullptr, nullptr, nullptr, l, layer.window,
+                                static_cast<float>(m.attention_scale)};
+    const Range rows = share(b.observed_count, thread, threads_);
+    for (int64_t i = rows.first; i < rows.last; ++i) {
+      const int64_t row = b.observed()[i] - block.first;
+      if (row < 0 || row >= block.rows()) continue;
+      const Run* run = runs_;
+      while (run->row + run->rows <= row) ++run;
+      for (int64_t head = 0; head < m.kv_heads; ++head)
+        attention.observe(*run, head, row - run->row, b.weights + i * b.weights_stride, *own_[thread].scratch);
+    }
   }
 
   // --- head ----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from engine.models.weights import (
     StackedExperts,
 )
 from engine.spec import ModelSpec
-from engine.step.batch import Batch
+from engine.step.batch import Batch, Floats
 from kvstore.layout import FP8, PageLayout
 
 MOST_THREADS = 256
@@ -77,7 +77,8 @@ class _Model(ctypes.Structure):
 class _Batch(ctypes.Structure):
     _fields_ = [
         ("rows", _Count), ("sample_count", _Count), ("begun_count", _Count), ("ints", _Pointer), ("hidden", _Pointer),
-        ("logits", _Pointer), ("best", _Pointer), ("moved", _Count),
+        ("logits", _Pointer), ("best", _Pointer), ("moved", _Count), ("observed_count", _Count), ("weights", _Pointer),
+        ("weights_stride", _Count),
     ]  # fmt: skip
 
 
@@ -125,9 +126,10 @@ class NativeForward:
             function.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Count]
             function.restype = _Count
 
-    def run(self, batch: Batch) -> Scores | None:
+    def run(self, batch: Batch, weights: Floats | None = None) -> Scores | None:
         """Compute the batch's K and V into their pages, and logits of its `sample_rows`, if there are any and there is
-        a head."""
+        a head. `weights`, [num_observed, pages of the longest context], zeros: is told how much these rows attend to
+        each page."""
         count = batch.num_samples if self._has_head else 0
         if count <= _KEPT_ROWS:
             logits, best, addresses, self.hidden = self._logits[count], self._best, self._addresses, self._few_hidden
@@ -135,14 +137,14 @@ class NativeForward:
             logits, best = torch.empty((count, self._vocab_size)), np.empty(count, dtype=np.int64)
             self.hidden = torch.empty((count, self._hidden_size), dtype=self._dtype)
             addresses = (self.hidden.data_ptr(), logits.data_ptr(), best.__array_interface__["data"][0])
-        self._call(self._forward, self._described(batch, addresses))
+        self._call(self._forward, self._described(batch, addresses, weights))
         return Scores(logits, best[:count].tolist()) if count else None
 
-    def forward(self, batch: Batch) -> torch.Tensor | None:
+    def forward(self, batch: Batch, weights: Floats | None = None) -> torch.Tensor | None:
         """As `run`; hidden states, normed, of the sample rows: [sample_rows, hidden]."""
         count = batch.num_samples if self._has_head else 0
         hidden = torch.empty((count, self._hidden_size), dtype=self._dtype)
-        self._call(self._forward, self._described(batch, (hidden.data_ptr(), None, None)))
+        self._call(self._forward, self._described(batch, (hidden.data_ptr(), None, None), weights))
         return hidden if count else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -151,13 +153,19 @@ class NativeForward:
         logits, best = torch.empty((len(hidden), self._vocab_size)), np.empty(len(hidden), dtype=np.int64)
         address = best.__array_interface__["data"][0]
         rows = hidden.contiguous()
-        self._call(self._head, _Batch(0, len(rows), 0, None, rows.data_ptr(), logits.data_ptr(), address, 0))
+        self._call(self._head, _Batch(0, len(rows), 0, None, rows.data_ptr(), logits.data_ptr(), address))
         return logits
 
     @staticmethod
-    def _described(batch: Batch, addresses: tuple[int | None, int | None, int | None]) -> _Batch:
+    def _described(
+        batch: Batch, addresses: tuple[int | None, int | None, int | None], weights: Floats | None
+    ) -> _Batch:
         ints = batch.ints.__array_interface__["data"][0]
-        return _Batch(batch.num_tokens, batch.num_samples, batch.num_fresh_pages, ints, *addresses, batch.moved)
+        described = _Batch(batch.num_tokens, batch.num_samples, batch.num_fresh_pages, ints, *addresses, batch.moved)
+        if weights is not None:
+            described.observed_count, described.weights_stride = weights.shape
+            described.weights = weights.__array_interface__["data"][0]
+        return described
 
     def _call(self, function: Callable[..., int], batch: _Batch) -> None:
         """Run a step, in more memory where it needs more."""

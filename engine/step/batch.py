@@ -148,7 +148,8 @@ class Chunk(Struct, frozen=True, gc=False):
     includes the token that follows the chunk's last if that one is drawn. `adapter` is the digest of the LoRA adapter
     that the sequence is computed with; "" is the plain model. `window_pages` are those of the groups of layers with a
     window, side by side for each of `pages` (`kvstore.window_groups`). Those that no token looks at are any. With a
-    `kv_window`, the pages of a token's gap are any, too.
+    `kv_window`, the pages of a token's gap are any, too. The last `observed` tokens report how much they attend to each
+    page, summed over heads and all layers but the last.
 
     With `verify`, the chunk's last tokens are proposals, one for each of these draws. A token is drawn after every one
     of them, by `sample` after the last, and after the token before them.
@@ -169,6 +170,7 @@ class Chunk(Struct, frozen=True, gc=False):
     verify: Sequence[TokenDraw] = ()
     window_pages: Sequence[int] = ()
     kv_window: KvWindow | None = None
+    observed: int = 0
 
     @property
     def end(self) -> int:
@@ -234,6 +236,7 @@ class Batch(Struct, frozen=True, gc=False):
     page_size: int
     spans: tuple[Span, ...]  # one for each chunk, or more
     moved: bool = False  # places differ from positions
+    num_observed: int = 0
 
     @property
     def tokens(self) -> Ints:
@@ -267,6 +270,11 @@ class Batch(Struct, frozen=True, gc=False):
         return self.ints[end : end + self.num_tokens] if self.moved else self.positions
 
     @property
+    def observed(self) -> Ints:
+        """[num_observed]: the rows that report what they attend to."""
+        return self.ints[len(self.ints) - self.num_observed :]
+
+    @property
     def write_pages(self) -> Ints:
         """[num_tokens]: the pages where their K and V go."""
         indices = self.places // self.page_size
@@ -298,6 +306,7 @@ def flatten(
     positions: list[int] = []
     addresses: list[int] = []
     sample_rows: list[int] = []
+    observed: list[int] = []
     fresh: list[int] = []
     first = 0
     moved = False
@@ -334,6 +343,7 @@ def flatten(
             sample_rows += range(row, row + len(chunk.scoring.targets))
         if chunk.sample is not None:
             sample_rows += range(last - 1 - len(chunk.verify), last)
+        observed += range(last - chunk.observed, last)
         if end % page_size and (covering - 1) * page_size >= start:
             fresh.append(table[covering - 1])
         first = last
@@ -341,24 +351,25 @@ def flatten(
         raise ValueError("two chunks of a batch have one block table")
     _refuse_outside("token id", tokens, vocab_size)
     places = chain.from_iterable(range(span.start, span.end) for span in spans) if moved else ()
-    ints = np.fromiter(chain(tokens, positions, addresses, sample_rows, fresh, places), np.int64)
-    return Batch(ints, len(tokens), len(sample_rows), len(fresh), page_size, tuple(spans), moved)
+    ints = np.fromiter(chain(tokens, positions, addresses, sample_rows, fresh, places, observed), np.int64)
+    return Batch(ints, len(tokens), len(sample_rows), len(fresh), page_size, tuple(spans), moved, len(observed))
 
 
 def _reads_only_held(chunk: Chunk, table: BlockTable, page_size: int, window: int | None) -> bool:
     """Whether no token of a chunk attends to a page that was given back."""
     if (own := chunk.kv_window) is not None:
-        return table.first <= own.first_page(chunk.start) and table.sinks >= own.sinks
+        return table.first <= own.first_page(chunk.start) and table.anchors == own.anchors(table.first)
     return window is not None and max(0, chunk.start - window + 1) // page_size >= table.first
 
 
 def _spans(window: KvWindow, first: int, start: int, end: int, table: BlockTable) -> Iterator[Span]:
-    """The parts of a chunk whose tokens have one gap, each with a table of the pages beside it."""
+    """The parts of a chunk whose tokens have one window, each with a table of the pages beside the gap."""
     row, size = first - start, window.page_size
-    for begin, stop, gap in window.spans(start, end):
-        entries = table.array
-        if gap:
-            entries = np.concatenate((entries[: window.sinks], entries[window.sinks + gap : -(-stop // size)]))
+    for begin, stop, page in window.spans(start, end):
+        entries, gap = table.array, 0
+        if page:
+            anchors = window.anchors(page)
+            entries, gap = np.concatenate((entries[[*anchors]], entries[page : -(-stop // size)])), page - len(anchors)
         yield Span(row + begin, row + stop, begin - gap * size, stop - gap * size, entries)
 
 

@@ -22,21 +22,21 @@ class BlockTable(Sequence[int]):
     on a device need only be sent the entries from the lowest changed one on. The array grows by moving. A step that has
     been given the old array may go on with it, since nothing is taken out of it.
 
-    Where all layers of a model attend to a window, pages before it are given back. Where one sequence has a window, the
-    first pages are sinks (`kvstore.kv_window`). The entries stay, so that an index is always a position divided by the
-    size of a page, and no step reads them.
+    Where all layers of a model attend to a window, pages before it are given back. Where one sequence has a window,
+    some of them stay, the anchors (`kvstore.kv_window`). The entries stay in any case, so that an index is always a
+    position divided by the size of a page, and no step reads them.
     """
 
-    __slots__ = ("__weakref__", "_checked", "_count", "_limit", "address", "array", "first", "sinks")
+    __slots__ = ("__weakref__", "_checked", "_count", "_limit", "address", "anchors", "array", "first")
 
     array: Ints
     """Its first `len(self)` entries are the pages. Never changed from outside, and replaced when the table grows."""
     address: int
     """Where the array begins in this process's memory, which lasts as long as the array."""
     first: int
-    """The entries from `sinks` to this one were given back."""
-    sinks: int
-    """How many entries at the start were not."""
+    """The entries before this one were given back, but for the anchors."""
+    anchors: tuple[int, ...]
+    """Their indices, in order."""
 
     def __init__(self, pages: Iterable[int] = (), first: int = 0) -> None:
         """`first` entries before `pages` were never held."""
@@ -44,7 +44,7 @@ class BlockTable(Sequence[int]):
         self._move(np.empty(_FEWEST, np.int64))
         self.extend([0] * first)
         self.extend(pages)
-        self.first, self.sinks = first, 0
+        self.first, self.anchors = first, ()
 
     def __len__(self) -> int:
         return self._count
@@ -65,19 +65,20 @@ class BlockTable(Sequence[int]):
     @property
     def held(self) -> list[int]:
         """The pages that were not given back."""
-        return self[: self.sinks] + self[self.first :]
+        return [self[index] for index in self.anchors] + self[self.first :]
 
     @property
     def num_held(self) -> int:
-        return self._count - self.first + self.sinks
+        return self._count - self.first + len(self.anchors)
 
-    def give_back(self, first: int, sinks: int = 0) -> list[int]:
-        """No step reads the entries from `sinks` to `first` any more. Return those of them that were held until now."""
+    def give_back(self, first: int, anchors: tuple[int, ...] = ()) -> list[int]:
+        """No step reads the entries before `first` any more, but for the anchors. Return those that were
+        held until now."""
         if first <= self.first:
             return []
-        pages = self[max(self.first, sinks) : first]
+        pages = [page for index, page in enumerate(self[self.first : first], self.first) if index not in anchors]
         self.first = min(first, self._count)
-        self.sinks = min(sinks, self.first)
+        self.anchors = tuple(index for index in anchors if index < self.first)
         return pages
 
     def extend(self, pages: Iterable[int]) -> None:

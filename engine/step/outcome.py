@@ -20,14 +20,16 @@ class StepLaunched(Struct, frozen=True):
 
 class StepDone(Struct, frozen=True):
     """The engine has run the plan: for each chunk the token drawn, or none where no draw was asked for. `scores` has
-    the prompt tokens that were scored, and `verified` those drawn by `Chunk.verify`, by number of the chunk. `seconds`
-    is what the step took by the device's clock; none: all the time since it was planned."""
+    the prompt tokens that were scored, `verified` those drawn by `Chunk.verify`, and `weights` what observed tokens
+    attend to, [tokens][pages], by number of the chunk. `seconds` is what the step took by the device's clock; none: all
+    the time since it was planned."""
 
     plan: ScheduledBatch
     sampled: Sequence[Sampled | None]
     scores: Mapping[int, Sequence[PromptTokenLogprob]] = {}
     seconds: float | None = None
     verified: Mapping[int, Sequence[Sampled | None]] = {}
+    weights: Mapping[int, Sequence[Sequence[float]]] = {}
 
 
 class StepOutOfMemory(Struct, frozen=True):

@@ -104,7 +104,7 @@ class VllmRunner:
     has_lm_head = True
     overlaps = True
     launches_ahead = True
-    no_kv_windows = "vLLM attends to every page of a context"
+    no_kv_windows = no_page_weights = "vLLM attends to every page of a context"
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
     def __init__(

@@ -356,10 +356,14 @@ def _kv_compression(fields: Fields) -> KvCompression | None:
     if "beam_search" in fields:
         raise InvalidRequest("a beam search knows no kv_compression; leave it out", "kv_compression")
     try:
-        return msgspec.convert(order, KvCompression)
+        compression = msgspec.convert(order, KvCompression)
+        if (compression.kind == "snapkv") != (compression.keep > 0):
+            raise msgspec.ValidationError('kind "snapkv" needs a `keep` of at least 1, and "window" has none')
     except msgspec.ValidationError as error:
-        what = f'{shown(repr(order))}: {error}; it must be such as {{"kind": "window", "window": 1024, "sinks": 4}}'
+        what = f'{shown(repr(order))}: {error}; it must be such as {{"kind": "window", "window": 1024, "sinks": 4}} '
+        what += 'or {"kind": "snapkv", "window": 256, "sinks": 4, "keep": 512}'
         raise InvalidRequest(f"kv_compression is {what}", "kv_compression") from None
+    return compression
 
 
 def checked_salt(salt: str) -> str:

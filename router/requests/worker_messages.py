@@ -27,6 +27,7 @@ from router.requests.explain import Explanations
 from router.requests.lifecycle import RequestManager
 
 _MOST_MS = 86_400_000  # that a worker's account tells of anything
+_SHOWN = 32  # chosen pages
 _TURNED_AWAY = 32  # times that busy prefill workers refuse a prompt before those that still do are not asked again
 
 
@@ -174,6 +175,8 @@ class WorkerMessageHandler:
             if request.known == attempt.start:
                 self._members.require_live(attempt.decode).prefill_done(attempt.name, now)
                 self._explanations.first_token(request, computed, now)
+                if delta.chosen:
+                    self._explanations.noted(request, self._choice(request, delta.chosen))
             request.extend(new)
             attempt.progressed_at = now
             request.history.failures = request.history.fruitless = 0
@@ -192,6 +195,11 @@ class WorkerMessageHandler:
             self._manager.end(request, Finished(delta.finish), now)
         elif new:
             self._manager.may_yield(request, now)
+
+    def _choice(self, request: Request, chosen: Sequence[int]) -> str:
+        pages, shown = -(-request.prompt // self._config.pages.page_size), ", ".join(map(str, chosen[:_SHOWN]))
+        more = ", …" if len(chosen) > _SHOWN else ""
+        return f"of the prompt's {pages} pages the output keeps {len(chosen)} beside sinks and window: {shown}{more}"
 
     def prompt_scored(self, request: Request, attempt: Attempt, event: messages.PromptLogprobs, now: float) -> None:
         """Emit what is new of the prompt's log-probabilities, once and in order."""

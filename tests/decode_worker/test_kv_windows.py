@@ -1,5 +1,5 @@
-"""Requests with sinks and a window: how many pages they hold, what others may have of them, and how they go on after a
-preemption and on another worker. The device notices a page that another kind of sequence has made."""
+"""Requests with sinks, a window and chosen pages: how many pages they hold, what others may have of them, and how they
+go on after a preemption and on another worker. The device notices a page that another kind of sequence has made."""
 
 import random
 
@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.config import DecodeConfig
-from baton.messages import Accepted, AttemptFailed, Cancel, Decode, KvCompression, Refused, SamplingParams, Tokens
+from baton.messages import (
+    Accepted,
+    AttemptFailed,
+    Cancel,
+    Decode,
+    Delta,
+    KvCompression,
+    Refused,
+    SamplingParams,
+    Tokens,
+)
 from decode_worker.request_reader import RequestReader
 from decode_worker.sequence import Sequence
 from kvstore.keys import pack_tokens
@@ -17,8 +27,10 @@ from kvstore.window_groups import NO_GROUPS
 from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, reference
 
 WINDOW = KvCompression("window", window=13, sinks=5)
+CHOSEN = KvCompression("snapkv", window=13, sinks=5, keep=9)
 SINKS = 2  # pages
 MOST = SINKS + 4  # pages that a long output holds
+EXTRA = 3  # and with chosen ones so many more
 
 
 def prompt_of(length: int, seed: int = 7) -> list[int]:
@@ -41,8 +53,12 @@ def sequence(worker: RigWorker, name: str = "r") -> Sequence:
 
 
 def tokens_of(worker: RigWorker, name: str = "r") -> list[int]:
+    return [token for delta in deltas_of(worker, name) for token in delta.tokens]
+
+
+def deltas_of(worker: RigWorker, name: str = "r") -> list[Delta]:
     deltas = [delta for message in worker.messages if isinstance(message, Tokens) for delta in message.deltas]
-    return [token for delta in deltas if delta.request == name for token in delta.tokens]
+    return [delta for delta in deltas if delta.request == name]
 
 
 def worker_of(pages: int, slots: int = 400) -> RigWorker:
@@ -51,22 +67,34 @@ def worker_of(pages: int, slots: int = 400) -> RigWorker:
 
 @given(
     prompt=st.integers(1, 40), sinks=st.integers(0, 12), tokens=st.integers(1, 30), page=st.integers(1, 9),
-    position=st.integers(0, 120), size=st.integers(1, 60),
+    keep=st.integers(0, 20), position=st.integers(0, 120), size=st.integers(1, 60), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_a_token_attends_to_whole_pages_of_sinks_and_window(
-    prompt: int, sinks: int, tokens: int, page: int, position: int, size: int
+def test_a_token_attends_to_whole_pages_of_sinks_and_window_and_chosen_ones(
+    prompt: int, sinks: int, tokens: int, page: int, keep: int, position: int, size: int, seed: int
 ) -> None:
-    window = KvWindow.of(KvCompression("window", tokens, sinks), prompt, page)
+    window = KvWindow.of(KvCompression("snapkv" if keep else "window", tokens, sinks, keep), prompt, page)
     assert window is not None
+    before, rng = window, random.Random(seed)
+    rows = [[rng.random() for _ in range(at // page + 1)] for at in range(window.observed_from, prompt)]
+    best = sorted(range(window.sinks, (prompt + 1 - tokens) // page), key=lambda at: -sum(row[at] for row in rows))
+    if window.keep:
+        assert 0 < len(rows) <= min(16, tokens)
+        window = window.choose(rows)
+    assert window.observed_from == prompt, "and nothing more is chosen"
+    assert window.chosen == tuple(sorted(best[: -(-keep // page)]))
+    assert (window.exact, window.most) == (before.exact, before.most), "a router knows them, too"
     seen = [at for at in range(position + 1) if at < sinks or at > position - tokens or position < prompt]
-    pages = {at // page for at in seen}
+    pages = {at // page for at in seen} | {at for at in window.chosen if at <= position // page}
     first = window.first_page(position)
-    assert pages == {at for at in range(position // page + 1) if at < window.sinks or at >= first}
-    assert (window.gap(position) == 0) == (position < window.exact), "what has no gap comes first"
+    assert pages == {at for at in range(position // page + 1) if at in window.anchors(first) or at >= first}
+    assert window.gap(position) == position // page + 1 - len(pages)
+    assert position >= window.exact or window.gap(position) == 0, "what has no gap comes first"
+    assert len(pages) <= window.held(first) <= window.most
+    assert position // page < window.reach(position)
     spans = list(window.spans(position, position + size))
     assert [at for begin, end, _ in spans for at in range(begin, end)] == list(range(position, position + size))
-    assert all(window.gap(at) == gap for begin, end, gap in spans for at in range(begin, end))
-    assert len(spans) == len({window.gap(at) for at in range(position, position + size)})
+    assert all(window.first_page(at) == first for begin, end, first in spans for at in range(begin, end))
+    assert len(spans) == len({window.first_page(at) for at in range(position, position + size)})
 
 
 @pytest.mark.parametrize(("pages", "prompt"), [(40, 3), (40, 40), (10, 3)])
@@ -84,6 +112,48 @@ def test_an_output_of_any_length_holds_a_bounded_number_of_pages(pages: int, pro
     worker.rig.settle()
     assert tokens_of(worker) == reference(prompt_of(prompt), 900)
     assert worker.state.stats().preemptions == 0
+    worker.rig.end(["r"])
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.technique("Attention sinks, a window and pages chosen by attention, of a request")
+def test_chosen_pages_of_a_long_prompt_are_held_and_no_others(shared: bool) -> None:
+    """From the first token of the output on. Pages before the chosen ones do not stay in the cache for their sake."""
+    worker = worker_of(70)
+    prompt = prompt_of(200)
+    if shared:
+        worker.handle(order("plain", prompt, 8, compression=None))
+        worker.rig.settle()
+    worker.handle(order("r", prompt, 300, compression=CHOSEN))
+    while not tokens_of(worker):
+        worker.turn()
+    assert sequence(worker).prompt_computed == (16 if shared else 200)
+    chosen = sequence(worker).kv_window.chosen
+    assert len(chosen) == EXTRA
+    assert [delta.chosen for delta in deltas_of(worker)] == [chosen]
+    while len(tokens_of(worker)) < 299:
+        worker.turn()
+        held = sequence(worker).pages
+        assert set(chosen) < set(held.anchors)
+        assert held.num_held <= MOST + EXTRA
+        if not worker.state.leases:
+            assert worker.num_pages - worker.state.blocks.available <= MOST + EXTRA, "nothing else is kept"
+    worker.rig.settle()
+    assert tokens_of(worker) == reference(prompt, 300)
+    worker.rig.end(["r", "plain"])
+
+
+@pytest.mark.parametrize(("pages", "copied"), [(31, True), (30, False)])
+def test_where_there_is_no_room_for_copies_the_pages_stay_where_they_are(pages: int, copied: bool) -> None:
+    """The prompt has 25 pages. Three are chosen, and three of the window are cached."""
+    worker = worker_of(pages)
+    prompt = prompt_of(100)
+    worker.handle(order("r", prompt, 60, compression=CHOSEN))
+    while not tokens_of(worker):
+        worker.turn()
+    assert sequence(worker).apart == copied
+    worker.rig.settle()
+    assert tokens_of(worker) == reference(prompt, 60)
     worker.rig.end(["r"])
 
 
@@ -132,9 +202,12 @@ def test_exact_pages_of_others_are_used_and_no_more() -> None:
     worker.rig.end(["plain", "r"])
 
 
-def test_a_preempted_output_is_computed_again_within_the_pages_that_it_had() -> None:
+@pytest.mark.parametrize(("compression", "prompt"), [(WINDOW, 10), (CHOSEN, 60)])
+def test_a_preempted_output_is_computed_again_within_the_pages_that_it_had(
+    compression: KvCompression, prompt: int
+) -> None:
     worker = worker_of(24)
-    worker.handle(order("r", prompt_of(10), 300))
+    worker.handle(order("r", prompt_of(prompt), 300, compression=compression))
     for _ in range(250):
         worker.turn()
     worker.handle(order("urgent", prompt_of(80, seed=3), 8, compression=None, priority=-1))
@@ -144,22 +217,25 @@ def test_a_preempted_output_is_computed_again_within_the_pages_that_it_had() -> 
         worker.turn()
         assert sequence(worker).pages.num_held <= most < sequence(worker).pages_needed
     worker.rig.settle()
-    assert tokens_of(worker) == reference(prompt_of(10), 300)
+    assert tokens_of(worker) == reference(prompt_of(prompt), 300)
     assert worker.state.stats().preemptions == 1
     worker.rig.end(["r", "urgent"])
 
 
-def test_another_worker_goes_on_with_exact_pages_of_the_store() -> None:
+@pytest.mark.parametrize(("compression", "fetched"), [(WINDOW, 10), (CHOSEN, 7)])
+def test_another_worker_goes_on_with_exact_pages_of_the_store(compression: KvCompression, fetched: int) -> None:
     rig = Rig(400)
     first, second = (rig.worker("decode", 30, DecodeConfig()) for _ in range(2))
     prompt = prompt_of(42)
-    first.handle(order("r", prompt, 200))
+    first.handle(order("r", prompt, 200, compression=compression))
     while len(tokens_of(first)) < 150:
         first.turn()
+    window = sequence(first).kv_window
     rig.kill(first)
-    second.handle(order("r", prompt, 200, attempt=2, known=150, fetch=40))
+    second.handle(order("r", prompt, 200, attempt=2, known=150, fetch=40, compression=compression))
     rig.settle()
-    assert sequence(second).fetched_pages == 10
+    assert sequence(second).fetched_pages == fetched, "tokens that are observed are computed"
+    assert sequence(second).kv_window == window
     assert tokens_of(second) == reference(prompt, 200)[150:]
     rig.end(["r"])
 
@@ -171,12 +247,15 @@ def test_what_can_not_fit_is_refused_and_what_a_model_can_not_do_is_an_error() -
     answers = [type(message) for message in worker.messages if isinstance(message, Accepted | Refused)]
     assert answers == [Accepted, Refused]
     worker.messages.clear()
-    worker.state._reader = RequestReader(PAGE, None, NO_GROUPS, None, (), None, 0, "this model is a test")
+    worker.state._reader = RequestReader(PAGE, None, NO_GROUPS, None, (), None, 0, "this model is a test", "")
     worker.handle(order("r", prompt_of(3), 3))
     (failed,) = worker.messages
     assert isinstance(failed, AttemptFailed)
     assert failed.reason == "unsupported_field"
     assert failed.message == "kv_compression is not served: this model is a test; leave it out"
+    worker.state._reader = RequestReader(PAGE, None, NO_GROUPS, None, (), None, 0, "", "this device is a test")
+    worker.handle(order("r", prompt_of(3), 3, compression=CHOSEN))
+    assert worker.messages[-1].message == "kv_compression of the kind snapkv is not served: this device is a test"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -187,7 +266,14 @@ def test_many_of_both_kinds_share_a_small_pool(seed: int) -> None:
     for number in range(14):
         prompt = [*prompt_of(rng.choice([2, 13, 33, 60])), *([number] if rng.random() < 0.5 else [])]
         count = rng.choice([1, 9, 40, 150])
-        window = rng.choice([None, WINDOW, KvCompression("window", rng.randrange(1, 20), rng.randrange(9))])
+        window = rng.choice(
+            [
+                None,
+                WINDOW,
+                KvCompression("window", rng.randrange(1, 20), rng.randrange(9)),
+                KvCompression("snapkv", rng.randrange(1, 20), rng.randrange(9), rng.randrange(1, 30)),
+            ]
+        )
         name = f"r{number}"
         worker.messages = [message for message in worker.messages if isinstance(message, Tokens)]
         worker.handle(order(name, prompt, count, compression=window, priority=rng.choice([0, 0, -1])))

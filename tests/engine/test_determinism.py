@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cpu import build
-from engine.engine import Engine
+from engine.engine import Engine, _by_chunk, _weights
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from kvstore.kv_window import KvWindow
 from tests.engine.driver import GREEDY, prompt_of
@@ -87,10 +87,12 @@ def engines(path: Callable[[str], Path]) -> Engines:
 
 
 class Computed(NamedTuple):
-    """The bits of a sequence's K and V, [tokens, …], and those of logits by the number of tokens before them."""
+    """The bits of a sequence's K and V, [tokens, …], those of logits by the number of tokens before them, and what its
+    observed tokens attend to."""
 
     pages: torch.Tensor
     logits: dict[int, torch.Tensor]
+    weights: Sequence[Sequence[float]] = ()
 
 
 class Computing:
@@ -102,23 +104,31 @@ class Computing:
         self.engine, self.tokens, self.pages, self.window = engine, tokens, pages, window
         self.at = 0
         self.logits = dict[int, torch.Tensor]()
+        self.weights = list[Sequence[float]]()
 
     def chunk(self, size: int) -> Chunk:
         tokens = self.tokens[self.at : self.at + size]
-        return Chunk(tokens, self.at, self.pages, GREEDY if self.engine.has_lm_head else None, kv_window=self.window)
+        end = self.at + len(tokens)
+        observed = 0 if self.window is None else max(0, end - max(self.at, self.window.observed_from))
+        draw = GREEDY if self.engine.has_lm_head else None
+        return Chunk(tokens, self.at, self.pages, draw, kv_window=self.window, observed=observed)
 
     def computed(self) -> Computed:
         pages = self.engine.pool[torch.tensor(list(self.pages))]
-        return Computed(token_rows(pages, self.engine.layout)[: self.at].clone(), self.logits)
+        return Computed(token_rows(pages, self.engine.layout)[: self.at].clone(), self.logits, self.weights)
 
 
 def step(sequences: Sequence[Computing], sizes: Sequence[int]) -> None:
     """Compute some tokens of each. One engine has all of them."""
     engine = sequences[0].engine
     chunks = [one.chunk(size) for one, size in zip(sequences, sizes, strict=True)]
-    logits, _ = engine._logits(engine._flatten(chunks))
+    batch = engine._flatten(chunks)
+    weights = _weights(chunks, batch)
+    logits, _ = engine._logits(batch, weights)
+    observed = {} if weights is None else _by_chunk(chunks, weights)
     for number, (one, chunk) in enumerate(zip(sequences, chunks, strict=True)):
         one.at += len(chunk.tokens)
+        one.weights += [row[: len(one.tokens) // PAGE] for row in observed.get(number, ())]
         if logits is not None:
             one.logits[one.at] = logits[number].view(torch.int32).clone()
 
@@ -203,6 +213,26 @@ def test_no_path_changes_a_bit_of_a_window(name: str, dtype: str, data: st.DataO
     plain = whole(engines(name, dtype), tokens)
     assert_same_bits(Computed(first.pages[: window.exact], {}), Computed(plain.pages[: window.exact], {}))
     assert (window.exact >= len(tokens)) == torch.equal(first.pages, plain.pages)
+
+
+@pytest.mark.technique("Attention sinks, a window and pages chosen by attention, of a request")
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*product(["llama", "qwen3", "int4 of qwen3"], ["bfloat16", "float32"]), CODED[0]]
+)
+@examples(12)
+@given(data=st.data())
+def test_no_path_changes_a_bit_of_what_tokens_attend_to(
+    name: str, dtype: str, data: st.DataObject, engines: Engines
+) -> None:
+    rng = random.Random(data.draw(st.integers(0, 2**32), "seed"))
+    tokens = [rng.randrange(VOCAB) for _ in range(rng.choice([17, 64, 130, 300, 700, MOST]))]
+    window = KvWindow(len(tokens), 0, rng.choice([5, 40]), PAGE, keep=1)
+    first = whole(engines(name, dtype), tokens, window)
+    other = mixed(engines(name, dtype, rng.choice([1, 2, 3])), tokens, rng, window)
+    assert len(first.weights) == min(16, window.tokens)
+    assert first.weights == other.weights
+    assert_same_bits(first, other)
+    assert_same_bits(first, whole(engines(name, dtype), tokens))
 
 
 @pytest.mark.technique("The same bits by every path")

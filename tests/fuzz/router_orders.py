@@ -65,6 +65,7 @@ class RouterOrders:
             "mark": ["ab"], "steps": [1, 10], "pin": ["p", "q"], "keys": [rng.randbytes(msg.KEY_BYTES * 3), b"k" * 5],
             "protocol": [msg.PROTOCOL_VERSION], "heartbeat_ms": [100],
             "heartbeat_timeout_ms": [10_000], "attempts": [()],
+            "kv_compression": [None, msg.KvCompression("window", 20), msg.KvCompression("snapkv", 20, 4, 40)],
         }  # fmt: skip
 
     def _rests(self, member: Member, last: int) -> bool:

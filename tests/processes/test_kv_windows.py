@@ -1,5 +1,5 @@
-"""Requests with sinks and a window have the same tokens on whole clusters: after hand-offs, in small pools, beside
-others, with proposals verified, and when a decode worker dies."""
+"""Requests with sinks, a window and chosen pages have the same tokens on whole clusters: after hand-offs, in small
+pools, beside others, with proposals verified, and when a decode worker dies."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,7 +22,12 @@ from tests.support.eventually import eventually
 PAGE, OUTPUT = 16, 300
 _RNG = random.Random(5)
 PROMPTS = [[_RNG.randrange(3, checkpoints.VOCAB) for _ in range(_RNG.choice([3, 20, 130, 300]))] for _ in range(6)]
-WINDOWS = [{"kind": "window", "window": 40}, {"kind": "window", "window": 100, "sinks": 20}, None]
+WINDOWS = [
+    {"kind": "window", "window": 40},
+    {"kind": "window", "window": 100, "sinks": 20},
+    {"kind": "snapkv", "window": 40, "keep": 48},
+    None,
+]
 
 
 def answers_of(cluster: LocalCluster, at_once: int, during: Callable[[], None] = lambda: None) -> Sequence[Generated]:
@@ -41,6 +46,7 @@ def answers_of(cluster: LocalCluster, at_once: int, during: Callable[[], None] =
 
 @pytest.mark.skipif(ENGINE.name == "vllm", reason="its runner attends to every page")
 @pytest.mark.technique("Attention sinks with a window, of a request")
+@pytest.mark.technique("Attention sinks, a window and pages chosen by attention, of a request")
 def test_outputs_with_a_window_are_the_same_however_they_are_computed(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from baton import config as settings
 from baton.errors import RequestNotFound
-from baton.messages import MIXED, Accepted, Prefilled, Refused, Started
+from baton.messages import MIXED, Accepted, KvCompression, Prefilled, Refused, Started
 from baton.operator_api import NotCached
 from kvstore.events.wire_format import BlockRemoved, KvEventBatch
 from kvstore.keys import namespace_root, page_keys, split_keys
@@ -318,3 +318,13 @@ def test_a_wait_is_explained_by_what_was_weighed(lab: Lab, decode: str) -> None:
     assert record.waits
     lab.beat(decode)
     assert record.candidates() == ([], 0), "it has been placed"
+
+
+def test_chosen_pages_are_told_once(lab: Lab) -> None:
+    decode = lab.join("decode", "decode-0")
+    lab.submit(prompt=50 * PAGE, kv_compression=KvCompression("snapkv", 20, 4, 40 * PAGE))
+    for position in (50 * PAGE, 50 * PAGE, 50 * PAGE + 1):
+        lab.tokens(decode, "r", 1, position, 9, chosen=tuple(range(3, 43)))
+    (note,) = explained(lab).attempts[0].notes
+    assert note.startswith("of the prompt's 50 pages the output keeps 40 beside sinks and window: 3, 4, 5")
+    assert note.endswith(" 33, 34, …")

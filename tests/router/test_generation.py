@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,12 @@ from baton.errors import BatonError, ContextTooLong, InvalidRequest, ModelError,
 from baton.messages import KvCompression, SamplingParams
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import unpack_tokens
+from router.frontend.api.anthropic_messages import MessagesRequest, chat_of_messages
+from router.frontend.api.openai_chat import ChatCompletionRequest
+from router.frontend.api.openai_completions import CompletionRequest
+from router.frontend.api.openai_responses import ResponsesRequest, chat_of_response
+from router.frontend.api.protocol import GenerationFields, GenerationOrder, decode, request_fields
+from router.frontend.chat.repairs import Repairs
 from router.frontend.detokenizer import Tokenizer
 from router.frontend.generation import generation_request, message_fields, name_of
 from router.frontend.served_model import ServedModel, load
@@ -70,6 +77,8 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"kv_compression": pb.KvCompression(window=9)}, InvalidRequest, "kv_compression is .* missing .* `kind`"),
         ({"kv_compression": pb.KvCompression(kind="best", window=9)}, InvalidRequest, "Invalid enum value 'best'"),
         ({"kv_compression": pb.KvCompression(kind="window")}, InvalidRequest, "missing required field `window`"),
+        ({"kv_compression": pb.KvCompression(kind="snapkv", window=9)}, InvalidRequest, "needs a `keep` of at least 1"),
+        ({"kv_compression": pb.KvCompression(kind="window", window=9, keep=2)}, InvalidRequest, '"window" has none'),
         ({"cache_salt": "a@b"}, InvalidRequest, "cache_salt is 'a@b'"),
         ({"cache_salt": "a\\b"}, InvalidRequest, "cache_salt is"),
         ({"cache_salt": "a\0b"}, InvalidRequest, "cache_salt is"),
@@ -117,7 +126,7 @@ def test_what_is_given_wins() -> None:
         affinity="conversation-7",
         cache_salt="ß" * 128,
         tpot_ms=50,
-        kv_compression=pb.KvCompression(kind="window", window=9, sinks=0),
+        kv_compression=pb.KvCompression(kind="snapkv", window=9, sinks=0, keep=7),
     )
     intake = parse(request, MODEL)
     assert intake.sampling == SamplingParams(0.0, 1.0, 0, 0.0, 7, 0)
@@ -125,7 +134,7 @@ def test_what_is_given_wins() -> None:
     assert (intake.max_tokens, intake.name, intake.priority) == (3, "mine", -2)
     assert (intake.ttft, intake.tpot, intake.affinity) == (2.0, 0.05, "conversation-7")
     assert intake.salt == "ß" * 128
-    assert intake.kv_compression == KvCompression("window", 9, 0)
+    assert intake.kv_compression == KvCompression("snapkv", 9, 0, 7)
 
 
 @pytest.mark.parametrize("fields", [{"text": "fox"}, {"token_ids": ids(5), "stop": ["x"]}])
@@ -283,3 +292,46 @@ def test_bad_words_never_name_a_token_that_the_model_lacks() -> None:
 def test_bad_words_are_bounded_together() -> None:
     with pytest.raises(InvalidRequest, match="100000 characters in all"):
         parse(pb.GenerateRequest(text="a", bad_words=["x" * 1_000] * 100), MODEL)
+
+
+HELLO = [{"role": "user", "content": "hello"}]
+HTTP: dict[str, tuple[Any, dict[str, Any], Callable[[Any], GenerationFields]]] = {
+    "completions": (CompletionRequest, {"prompt": "hello"}, lambda request: request),
+    "chat/completions": (ChatCompletionRequest, {"messages": HELLO}, lambda request: request),
+    "responses": (ResponsesRequest, {"input": "hello"}, lambda request: chat_of_response(request, Repairs())),
+    "messages": (
+        MessagesRequest, {"messages": HELLO, "max_tokens": 9}, lambda request: chat_of_messages(request, Repairs())
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", HTTP)
+def test_every_http_api_takes_kv_compression_and_says_what_is_wrong_with_it(path: str) -> None:
+    kind, body, chat_of = HTTP[path]
+
+    def order_of(order: Any) -> KvCompression | None:
+        request = chat_of(decode(json.dumps(body | {"kv_compression": order}).encode(), kind))
+        fields = request_fields(GenerationOrder(request, [[5]], 9, None, False), [5], 9, affinity="", session="")
+        return generation_request(fields, "r", MODEL, seed).kv_compression
+
+    assert order_of(None) is None
+    assert order_of({"kind": "window", "window": 9}) == KvCompression("window", 9, 4)
+    snapkv = {"kind": "snapkv", "window": 9, "keep": 7}
+    assert order_of(snapkv | {"sinks": 0}) == KvCompression("snapkv", 9, 0, 7)
+    for order, says in (
+        ("window", "Expected `object"),
+        ({"kind": "best", "window": 9}, "Invalid enum value 'best'"),
+        ({"kind": "window"}, "missing required field `window`"),
+        ({"kind": "window", "window": 0}, r"Expected `int` >= 1 .*window"),
+        ({"kind": "window", "window": -9}, r"Expected `int` >= 1 .*window"),
+        ({"kind": "window", "window": 2**32}, r"Expected `int` <= 4294967295 .*window"),
+        ({"kind": "window", "window": 9.5}, r"Expected `int`.*window"),
+        ({"kind": "window", "window": 9, "sinks": -1}, r"Expected `int` >= 0 .*sinks"),
+        ({"kind": "window", "window": 9, "heads": 2}, "unknown field `heads`"),
+        ({"kind": "window", "window": 9, "keep": 2}, '"window" has none'),
+        (snapkv | {"keep": 0}, "needs a `keep` of at least 1"),
+        (snapkv | {"keep": -1}, r"Expected `int` >= 0 .*keep"),
+    ):
+        with pytest.raises(InvalidRequest, match=says) as error:
+            order_of(order)
+        assert order == "window" or error.value.field == "kv_compression"

@@ -75,6 +75,12 @@ class Device(CheckingDevice):
             return [None]
         return [Sampled(next_token(tokens[:position])) for position, _ in chunk.draws]
 
+    def weights(self, known: Sequence[int], chunk: Chunk) -> list[list[float]]:
+        """Return what the observed tokens of a chunk attend to, by page: any numbers that follow from the tokens."""
+        pages = range(-(-chunk.end // self._page_size))
+        values = digests(known)[chunk.end - chunk.observed : chunk.end]
+        return [[hash((value, page)) % 997 / 997 for page in pages] for value in values]
+
 
 class RigWorker(WorkerShell):
     """One worker: its state, its device, what the store has told it, what it has said to the router."""
@@ -186,9 +192,11 @@ class RigWorker(WorkerShell):
         return done
 
     def _done(self, plan: ScheduledBatch) -> StepDone:
-        chunks = zip(self.tokens_of(plan), plan.values(), strict=True)
+        chunks = list(zip(self.tokens_of(plan), plan.values(), strict=True))
         rows = [self.device.run_rows(tokens, chunk) for tokens, chunk in chunks]
-        return StepDone(plan, [each[-1] for each in rows], verified={n: each[:-1] for n, each in enumerate(rows)})
+        weights = {n: self.device.weights(*each) for n, each in enumerate(chunks) if each[1].observed}
+        verified = {n: each[:-1] for n, each in enumerate(rows)}
+        return StepDone(plan, [each[-1] for each in rows], verified=verified, weights=weights)
 
     def tokens_of(self, plan: ScheduledBatch) -> list[Sequence[int]]:
         """Return what is known of each sequence of a step."""

@@ -1,11 +1,12 @@
-"""What sinks and a window cost in recall and save in memory: scheduler and engine in one loop, on the demo model.
+"""What `kv_compression` costs in recall and saves in memory: scheduler and engine in one loop, on the demo model.
 
     python -m tools.demo_model.kv_windows [--prompts 100] [--tokens 20000] [--window 1024] [--threads 1]
 
 Recall: the prompts of `tools.demo_model.evaluate`, each a question about a fact that stands so many tokens before the
 answer. The prompt attends to all of itself, so the first token of an answer knows the fact. The others know it as far
-as the window reaches. Memory: one greedy output of `--tokens` tokens with a window, past the model's own context, and
-the same without a window. It fails if a window holds more pages than `KvWindow.held` says.
+as the window reaches, or as its page is chosen. Memory: one greedy output of `--tokens` tokens with a window, past the
+model's own context, and the same without a window. Then one output of 200 tokens behind the prompts that are the
+longest, with each choice. It fails if a window holds more pages than `KvWindow.held` says.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from tools.demo_model import evaluate
 
 _MODEL = Path(__file__).parents[2] / "deploy/models/baton-demo"
 _PAGE, _PAGES, _SINKS = 16, 2_048, 4
-_WINDOWS = (None, 512, 256, 128, 64, 32, 16)
+_WINDOWS = (None, *(KvCompression("window", tokens, _SINKS) for tokens in (512, 256, 128, 64, 32, 16)))
+_CHOICES = (None, *(KvCompression("snapkv", 32, _SINKS, keep) for keep in (512, 256, 128, 64, 32)))
 _DISTANCES = (100, 300, 500)
+_FAR = (300, 500, 1_000, 1_500)
 _NAME = "one"
 
 
@@ -46,47 +49,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = Engine.load(_MODEL, "float32", "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
     tokenizer = Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
     print(report.machine())
-    windows = _WINDOWS if args.prompts else ()
-    print("\n| window | " + " | ".join(f"recall at {distance}" for distance in _DISTANCES) + " |")
-    print("|---:|" + "---:|" * len(_DISTANCES))
-    for window in windows:
-        shares = [_recall(engine, tokenizer, distance, args.prompts, window) for distance in _DISTANCES]
-        print(f"| {window or 'none'} | " + " | ".join(f"{share:.0%}" for share in shares) + " |", flush=True)
+    for orders, distances in ((_WINDOWS, _DISTANCES), (_CHOICES, _FAR)) if args.prompts else ():
+        print("\n| keep | window | " + " | ".join(f"recall at {distance}" for distance in distances) + " |")
+        print("|---:|---:|" + "---:|" * len(distances))
+        for order in orders:
+            shares = [_recall(engine, tokenizer, distance, args.prompts, order) for distance in distances]
+            print(f"| {_named(order)} | " + " | ".join(f"{share:.0%}" for share in shares) + " |", flush=True)
+    print("\n| prompt tokens | keep | window | pages held after 1 token | after 199 |\n|---:|---:|---:|---:|---:|")
+    prompt = evaluate.prompts(tokenizer, _FAR[-1], 1)[0].tokens
+    for order in _CHOICES:
+        held = [pages for pages, _ in generate(engine, prompt, 200, order)]
+        print(f"| {len(prompt):,} | {_named(order)} | {held[0]} | {held[-2]} |")
     print("\n| output tokens | window | pages held | ms per token since the last row |\n|---:|---:|---:|---:|")
     for window in (args.window, None):
         most = min(args.tokens, engine.num_pages * _PAGE - 64) if window is None else args.tokens
-        _long(engine, most, window)
+        _long(engine, most, None if window is None else KvCompression("window", window, _SINKS))
     return 0
 
 
-def _recall(engine: Engine, tokenizer: Tokenizer, distance: int, count: int, window: int | None) -> float:
+def _named(order: KvCompression | None) -> str:
+    return "all | all" if order is None else f"{order.keep or 'none'} | {order.window}"
+
+
+def _recall(engine: Engine, tokenizer: Tokenizer, distance: int, count: int, order: KvCompression | None) -> float:
     right = 0
     for one in evaluate.prompts(tokenizer, distance, count):
-        answer = [token for _, token in generate(engine, one.tokens, evaluate.MAX_TOKENS, window)]
+        answer = [token for _, token in generate(engine, one.tokens, evaluate.MAX_TOKENS, order)]
         right += evaluate.right(tokenizer, one, answer)
     return right / count
 
 
-def _long(engine: Engine, count: int, window: int | None) -> None:
+def _long(engine: Engine, count: int, order: KvCompression | None) -> None:
     rows = {round((count - 1) * share) for share in (0.1, 0.25, 0.5, 1.0)}
     began, done = time.perf_counter(), 0
-    for number, (held, _) in enumerate(generate(engine, range(3, 103), count, window), 1):
+    for number, (held, _) in enumerate(generate(engine, range(3, 103), count, order), 1):
         if number in rows:
             now = time.perf_counter()
-            print(
-                f"| {number:,} | {window or 'none'} | {held} | {(now - began) * 1e3 / (number - done):.2f} |",
-                flush=True,
-            )
+            window = order.window if order else "none"
+            print(f"| {number:,} | {window} | {held} | {(now - began) * 1e3 / (number - done):.2f} |", flush=True)
             began, done = time.perf_counter(), number
 
 
 def generate(
-    engine: Engine, prompt: Sequence[int], count: int, window: int | None, sinks: int = _SINKS
+    engine: Engine, prompt: Sequence[int], count: int, compression: KvCompression | None
 ) -> Iterator[tuple[int, int]]:
     """Yield the greedy tokens of one request, each with the pages that it holds. Past any end of a sequence. Raises
     AssertionError if these are more than they may be."""
     state = DecodeScheduler(DecodeConfig(), _PAGE, engine.num_pages, vocab_size=engine.vocab_size)
-    compression = None if window is None else KvCompression("window", window, sinks)
     bound = KvWindow.of(compression, len(prompt), _PAGE)
     order = Decode(
         _NAME, 1, b"r" * 16, pack_tokens(prompt), len(prompt), count, SamplingParams(temperature=0.0),
@@ -101,17 +110,19 @@ def generate(
                 case DuplicatePage(source=source, dest=dest):
                     engine.duplicate(source, dest)
                 case SendToRouter(message=Tokens(deltas=deltas)):
-                    pages = state._sequences[_NAME].pages
+                    sequence = state._sequences[_NAME]
+                    held = sequence.pages.num_held
                     for token in (token for delta in deltas for token in delta.tokens):
                         drawn += 1
-                        assert bound is None or pages.num_held <= bound.held(pages.first), pages.num_held
-                        yield pages.num_held, token
+                        assert bound is None or held <= bound.held(sequence.pages.first, sequence.apart), held
+                        yield held, token
                 case _:
                     pass
         if drawn < count:
             plan = state.schedule(time.perf_counter())
             output = engine.run(list(plan.values()))
-            commands = state.handle(StepDone(plan, output.sampled, {}, 0.001), time.perf_counter())
+            done = StepDone(plan, output.sampled, {}, 0.001, weights=output.weights)
+            commands = state.handle(done, time.perf_counter())
     state.handle(Cancel(_NAME, 1), 0.0)
 
 
