@@ -7,21 +7,29 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from deploy.local import LocalCluster
+from engine.step.batch import Chunk
 from engine.vllm_runner.pages import largest_page
+from kvstore.arena.memory import Arena
+from kvstore.checksum import page_checksum
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from kvstore.window_groups import WindowGroups
 from tests.support import checkpoints, workload
+from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
 from tests.vllm_runner import driver
-from tests.vllm_runner.driver import PAGE, Generation, agree, prompt_of, run
+from tests.vllm_runner.driver import PAGE, Generation, agree, prompt_of, run, with_windows
 
 WINDOW = 70  # tokens
 GROUPS: dict[str, dict[str, Any]] = {
@@ -29,6 +37,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": WINDOW, "layer_types": [*["sliding_attention"] * 3, "full_attention"]},
 }
 EXACT = ("gpt-oss", "gemma3")
+WORK = {"prefill-0": "prompt_tokens_computed_total", "decode-0": "generation_tokens_total"}
 COUNT = {"gpt-oss": 1, "gemma3": 3}
 """Groups with a window, each of as many layers as the group without."""
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
@@ -65,11 +74,56 @@ def test_greedy_tokens_are_those_of_transformers(name: str, eager: bool, paths: 
 
 
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("shape", [(1, 1), (0, 1)], ids=["1P+1D", "colocated"])
-def test_requests_at_once_get_the_reference_tokens(
-    name: str, shape: tuple[int, int], paths: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(("makers", "takers"), [(2, 1), (1, 2)])
+def test_a_prompt_is_handed_over_between_degrees(
+    name: str, makers: int, takers: int, paths: Callable[[str], Path]
 ) -> None:
-    own = {**SETTINGS, "router.disaggregation": "always" if shape[0] else "auto"}
+    """Each rank copies its heads of a group's page. Window pages before the window hold NaN at the taker."""
+    prompt, full = prompt_of(4 * PAGE + 7, 3), 4
+    prefill, decode = driver.load(paths(name), ranks=makers), driver.load(paths(name), ranks=takers)
+    arena = Arena.create(32 * prefill.layout.page_bytes)
+    try:
+        assert prefill.layout == decode.layout
+        assert prefill.groups == decode.groups
+        arena.divide(prefill.layout.page_bytes)
+        out, into = prefill.mover(verify=True), decode.mover(verify=True)
+        out.attach(arena)
+        into.attach(arena)
+        driver.step(prefill, Chunk(prompt[: full * PAGE], 0, [9, 3, 4, 1]))
+        one = Generation(prompt, range(full + 1))
+        handed = one.chunk(full * PAGE)
+        one.computed = handed.end
+        behind = (handed.end - WINDOW + 1) // PAGE  # pages before the window, which stay behind
+        ends = [with_windows(prefill, Chunk([], 0, [9, 3, 4, 1])), with_windows(decode, handed)]
+        pages = [[*each.pages, *each.window_pages[behind * decode.groups.count :]] for each in ends]
+        torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
+        checksum = page_checksum(arena.slot(0), decode.layout.num_kv_heads)
+        into.start([CopyIn(1, page, 0, page, checksum) for page in range(decode.num_pages)]).wait()
+        copied = out.start([CopyOut(2, slot, page, slot) for slot, page in enumerate(pages[0], 1)]).wait()
+        assert isinstance(copied, CopiedOut)
+        pairs = enumerate(zip(pages[1], copied.checksums, strict=True), 1)
+        copies = [CopyIn(3, slot, slot, page, right) for slot, (page, right) in pairs]
+        assert driver.untimed(into.start(copies).wait()) == CopiedIn(3, tuple(range(1, 1 + len(copies))), ())
+        run(decode, [one], 20)
+        agree(one, *checkpoints.reference(paths(name)).generate(prompt, 20))
+    finally:
+        prefill.close()
+        decode.close()
+        arena.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "more"),
+    [
+        *((name, shape, {}) for name in EXACT for shape in ((1, 1), (0, 1))),
+        ("gpt-oss", (1, 1), {"prefill.tensor_parallel_size": 2, "model.numerics": "mixed"}),
+        ("gpt-oss", (1, 1), {"decode.tensor_parallel_size": 2, "model.numerics": "mixed"}),
+    ],
+)
+def test_requests_at_once_get_the_reference_tokens(
+    name: str, shape: tuple[int, int], more: dict[str, object], paths: Callable[[str], Path], tmp_path: Path
+) -> None:
+    own = {**SETTINGS, "router.disaggregation": "always" if shape[0] else "auto", **more}
     path = paths(name)
     with LocalCluster(workload.settings(path, *shape, **own), tmp_path, patience=200.0) as running:
         answers = workload.ask_all(running.address, PROMPTS)
@@ -92,18 +146,34 @@ def test_a_hand_off_has_the_pages_of_the_window_only(name: str, paths: Callable[
         assert metric(running, "decode-0", "pages_copied_total", direction="in") == moved
 
 
-@pytest.mark.parametrize(("victim", "shape"), [("prefill-0", (2, 1)), ("decode-0", (1, 2))])
-def test_streams_outlive_the_death_of_a_worker(
+@pytest.mark.parametrize(
+    ("victim", "shape"),
+    [("prefill-0", (2, 1)), ("decode-0", (1, 2)), ("vLLM of decode-0", (1, 2)), ("store-0", (1, 1))],
+)
+def test_streams_outlive_the_death_of_any_process(
     victim: str, shape: tuple[int, int], paths: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = paths("gpt-oss")
+    path, process = paths("gpt-oss"), victim.removeprefix("vLLM of ")
     expected = workload.references(path, PROMPTS)
     with (
         LocalCluster(workload.settings(path, *shape, **SETTINGS), tmp_path, patience=200.0) as running,
         ThreadPoolExecutor(1) as pool,
     ):
+        busy = "decode-0" if victim == "store-0" else process
         answers = pool.submit(workload.ask_all, running.address, PROMPTS)
-        name = {"p": "prompt_tokens_computed_total", "d": "generation_tokens_total"}[victim[0]]
-        eventually(lambda: metric(running, victim, name) > 0, what="the victim at work")
-        os.kill(running.pids[victim], signal.SIGKILL)
+        eventually(lambda: metric(running, busy, WORK[busy]) > 0, what="the victim at work")
+        pid = running.pids[process]
+        if victim != process:
+            (child,) = psutil.Process(pid).children()
+            pid = child.pid
+        os.kill(pid, signal.SIGKILL)
         workload.compare(path, PROMPTS, answers.result(timeout=300), expected)
+        eventually(lambda: process not in running.pids, what=f"the end of {process}")
+        running.start(process)
+        running.wait_live([process])
+        fresh = count(100)
+        eventually(
+            lambda: workload.ask(running.address, prompt_of(200, next(fresh)), 2).work.pages_fetched,
+            what="a hand-off through the store",
+        )
+        eventually(lambda: at_rest(running), what="everything freed")
