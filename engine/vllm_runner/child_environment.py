@@ -24,9 +24,10 @@ _ENVIRONMENT = {
 }
 
 SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-_MODEL_RUNNER = {SECOND_RUNNER: "0"}
-"""The first of vLLM's two model runners, unless the user's environment says otherwise. The second is vLLM's default on
-a GPU. It runs the same steps; its kernels are Triton's, which vLLM's build for CPUs does not have."""
+_MODEL_RUNNER: Mapping[str, Mapping[str, str]] = {"cpu": {SECOND_RUNNER: "0"}, "cuda": {}}
+"""Which of vLLM's two model runners drives a device, unless the user's environment says otherwise. Both run the same
+steps. On a GPU vLLM decides: it takes the second, or the first for a feature that the second lacks. The second one's
+kernels are Triton's, which vLLM's build for CPUs does not have."""
 
 
 _EXACT = {
@@ -41,8 +42,8 @@ def child_environment(
 ) -> dict[str, str]:
     """Return the environment of a child: vLLM takes the first GPUs that it sees, so it sees as many as ranks, from that
     of the device on. Raises StartupError for CUDA devices that CUDA_VISIBLE_DEVICES leaves out."""
-    own = {**_MODEL_RUNNER, **environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
     kind, _, index = device.partition(":")
+    own = {**_MODEL_RUNNER[kind], **environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(max(1, threads // ranks))}
     own |= _EXACT[kind] if exact else {}
     if kind != "cuda":
         return own | _openmp(environ)

@@ -87,10 +87,12 @@ def test_ranks_see_the_gpus_that_their_worker_was_lent(device: str, visible: str
         child_environment({"CUDA_VISIBLE_DEVICES": "4"}, "cuda", 1, 2)
 
 
-def test_the_first_of_vllms_model_runners_is_taken_unless_the_user_says_otherwise():
+def test_vllm_chooses_its_model_runner_on_a_gpu_alone_unless_the_user_says_otherwise():
     name = "VLLM_USE_V2_MODEL_RUNNER"
-    assert child_environment({}, "cuda", 1)[name] == "0"
-    assert child_environment({name: "1"}, "cuda", 1)[name] == "1"
+    assert child_environment({}, "cpu", 1)[name] == "0"
+    assert name not in child_environment({}, "cuda:1", 1)
+    for device in ("cpu", "cuda"):
+        assert child_environment({name: "1"}, device, 1)[name] == "1"
 
 
 def test_bits_must_not_depend_on_other_rows_unless_they_may():

@@ -101,8 +101,8 @@ def _greedy(path: Path, *, eager: bool) -> None:
         agree(one, *checkpoints.reference(path).generate(prompt, 20))
 
 
-def test_the_second_model_runner(paths: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+def test_the_first_model_runner(paths: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     _greedy(paths("llama"), eager=True)
 
 

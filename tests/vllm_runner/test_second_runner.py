@@ -11,10 +11,10 @@ pytest.importorskip("vllm")
 
 from engine.step.batch import Chunk
 from engine.vllm_runner.runner import VllmRunner
-from tests.support import checkpoints
+from tests.support import adapters, checkpoints
 from tests.support.second_runner import second_runner
 from tests.vllm_runner import test_runner as first
-from tests.vllm_runner.driver import PAGES, Generation, agree, load, prompt_of, run, step
+from tests.vllm_runner.driver import GREEDY, PAGES, Generation, agree, load, prompt_of, run, step
 from tests.vllm_runner.test_runner import Loaded
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` loads the second one here
 from tests.vllm_runner.test_runner import paths as paths
@@ -41,6 +41,24 @@ test_steps_ahead = first.test_steps_ahead_draw_the_tokens_of_steps_that_waited
 test_a_step_ahead_of_an_exchanged_page = first.test_a_step_ahead_of_a_sequence_whose_page_is_exchanged
 test_a_chunk_that_follows_none = first.test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on
 test_what_it_can_not_run = first.test_what_it_can_not_run_is_refused_and_touches_nothing
+
+
+def test_adapters(tmp_path: Path):
+    model = checkpoints.make("llama", tmp_path / "model", hidden_size=128, head_dim=32)
+    modules = {"one": str(adapters.make(tmp_path / "adapter", model, 5))}
+    runner = load(model, lora_modules=modules, max_lora_rank=8)
+    plain, adapted = (
+        Generation(prompt_of(45, 1), range(8)),
+        Generation(prompt_of(45, 1), range(8, 16), GREEDY, runner.adapters[0].digest),
+    )
+    run(runner, [plain, adapted], 10)
+    runner.close()
+    for reference, one in (
+        (checkpoints.reference(model), plain),
+        (adapters.merged(model, Path(modules["one"])), adapted),
+    ):
+        agree(one, *reference.generate(prompt_of(45, 1), 10))
+    assert [one.token for one in plain.drawn] != [one.token for one in adapted.drawn]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
