@@ -13,15 +13,21 @@ from baton.checkpoints import hub
 from baton.config import MAX_RANKS, Bytes, Config, load
 from baton.errors import ConfigError, InvalidRequest
 from baton.system_memory import available_memory
-from deploy.commands.terminal import Json, command, err, new_table, out, print_json
+from deploy.commands.terminal import EngineOption, Json, command, err, new_table, out, print_json
 from deploy.commands.terminal import size as shown
 from deploy.control_plane.preflight import runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
+from engine.vllm_runner.layers import of_groups, of_stages
 from engine.vllm_runner.pages import FP8
-from kvstore.layout import CODES
+from engine.vllm_runner.requirements import STAGED_GROUPS
+from kvstore.layout import CODES, PageLayout
+from kvstore.window_groups import NO_GROUPS
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.models.linear import LinearMaker
     from engine.models.memory import WorkerMemory
     from engine.spec import ModelSpec
 
@@ -57,6 +63,12 @@ def size(
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker, vLLM's runner only; sizes are those of one.")
     ] = 1,
+    pipeline_parallel_size: Annotated[
+        int, typer.Option(min=1, max=MAX_RANKS, help="Stages of a worker, vLLM's runner only; sizes are the largest's.")
+    ] = 1,
+    engine: Annotated[
+        EngineOption, typer.Option(help="vllm: on a CPU, layers with windows have pages of their own.")
+    ] = EngineOption.AUTO,
     memory: Annotated[
         str, typer.Option(help="Memory of one worker or rank, such as 80GiB; by default what is free here.")
     ] = "",
@@ -72,9 +84,11 @@ def size(
         "model.kv_cache_dtype": kv_cache_dtype,
         "model.quantization": quantization,
         "model.tensor_parallel_size": tensor_parallel_size,
+        "model.pipeline_parallel_size": pipeline_parallel_size,
         "pages.page_size": page_size,
     }
-    sizes = compute(load(None, {**flags, "model.device": device.value}), _spec(model), context, concurrency, room)
+    config = load(None, {**flags, "model.device": device.value, "model.engine": engine.value})
+    sizes = compute(config, _spec(model), context, concurrency, room)
     if as_json:
         print_json(sizes.as_json())
     else:
@@ -85,19 +99,21 @@ def size(
 
 @dataclass(frozen=True)
 class Sizes:
-    """The answer, of one rank. Bytes, unless a name says something else; `fits` is the number of sequences of `context`
-    tokens. `parameters` are the model's."""
+    """The answer, of one rank: the one that takes most. Bytes, unless a name says something else; `vllm`: its runner
+    computes; `fits` is the number of sequences of `context` tokens. `parameters` are the model's."""
 
     parameters: int
     dtype: str
     kv_dtype: str
     device: str
+    vllm: bool
     ranks: int
     context: int
     concurrency: int
     kv_bytes_per_token: int
     page_bytes: int
     pages: int
+    pool: int  # of all ranks together
     decode: WorkerMemory
     prefill: WorkerMemory
     room: int
@@ -113,39 +129,61 @@ class Sizes:
 def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, room: int | None) -> Sizes:
     """Compute all sizes; `room` is the memory of one worker, None for what is free here. With several ranks all sizes
     are those of one, and so is `room`: its equal part of weights and KV heads, and the activations of a whole worker.
+    Of several stages it is the one that takes most. Where layers form groups, a sequence has the pages of a window
+    beside those of its context, and a prompt on a prefill worker all.
 
     The prefill worker's pages are those of one step. Raises ModelError for a dtype, InvalidRequest for a context that
-    the model does not have, or ranks that can't share its KV heads evenly.
+    the model does not have, or ranks and stages that can't share it.
     """
     from engine.engine import dtype_of, layout_of, linear_maker, quantization_lack
-    from engine.models.memory import WorkerMemory, activation_bytes, weight_bytes
+    from engine.models.memory import WorkerMemory, activation_bytes
     from engine.models.weights import TORCH_DTYPES
 
-    model, page_size, ranks = config.model, config.pages.page_size, config.model.tensor_parallel_size
+    model, page_size, stages = config.model, config.pages.page_size, config.model.pipeline_parallel_size
+    heads = model.tensor_parallel_size
     if context > spec.max_positions:
         raise InvalidRequest(f"a context of {context} tokens is more than the model's {spec.max_positions}")
-    if spec.num_kv_heads % ranks:
-        raise InvalidRequest(f"{ranks} ranks can't share {spec.num_kv_heads} KV heads evenly")
-    dtype, on_cpu = dtype_of(spec, model.dtype), runs_on_cpu(config, "decode")
-    ours = on_cpu and ranks == 1 and model.kv_cache_dtype in CODES
+    if spec.num_kv_heads % heads:
+        raise InvalidRequest(f"{heads} ranks can't share {spec.num_kv_heads} KV heads evenly")
+    if spec.num_layers < stages:
+        raise InvalidRequest(f"{stages} stages can't share {spec.num_layers} layers")
+    on_cpu, vllm = runs_on_cpu(config, "decode"), model.engine == "vllm" or heads * stages > 1
+    ours = on_cpu and not vllm and model.kv_cache_dtype in CODES
     held = None if ours else FP8.get(model.kv_cache_dtype)
-    layout = layout_of(spec, model.dtype, page_size, "auto" if held else model.kv_cache_dtype)
-    layout = replace(layout, num_kv_heads=spec.num_kv_heads // ranks, dtype=held or layout.dtype)
-    device = "cpu" if on_cpu else "cuda"
+    vllm = vllm or held is not None
+    layers, groups = of_groups(spec.windows, page_size) if vllm and on_cpu else (spec.num_layers, NO_GROUPS)
+    if stages > 1 and not on_cpu:
+        raise InvalidRequest("pipeline stages run on a CPU only: leave out --pipeline-parallel-size")
+    if stages > 1 and groups.count:
+        raise InvalidRequest(STAGED_GROUPS)
+    whole = layout_of(spec, model.dtype, page_size, "auto" if held else model.kv_cache_dtype)
+    whole = replace(whole, num_layers=layers, dtype=held or whole.dtype)
+    dtype, device = dtype_of(spec, model.dtype), "cpu" if on_cpu else "cuda"
     if lack := quantization_lack(spec, device, model.dtype, model.native, model.quantization):
         raise InvalidRequest(lack)
     kind, maker = TORCH_DTYPES[dtype], linear_maker(device, spec, model.quantization)
-    weights = -(-weight_bytes(spec, kind, maker) // ranks)
-    per_sequence = -(-context // page_size)
+    pages_of_context = -(-context // page_size)
+    seen = min(pages_of_context, (groups.tokens + page_size - 2) // page_size + 1)  # by one token
+    per_sequence, per_prompt = (pages_of_context + groups.count * each for each in (seen, pages_of_context))
 
-    def worker(sequences: int, tokens: int) -> WorkerMemory:
+    def rank(own: range) -> tuple[int, PageLayout]:
+        """The weights and the page of a rank of the stage with these layers."""
+        part = replace(whole, num_kv_heads=spec.num_kv_heads // heads)
+        if stages > 1:
+            part = replace(part, num_layers=len(own))
+        return -(-_stage_bytes(spec, kind, maker, own) // heads), part
+
+    ranks = [rank(own) for own in of_stages(spec.num_layers, stages)]
+    weights, layout = max(ranks, key=lambda each: each[0] + each[1].page_bytes * per_sequence * concurrency)
+
+    def worker(sequences: int, tokens: int, pages: int) -> WorkerMemory:
         activations = activation_bytes(spec, kind, tokens, sequences, maker)
-        parts = WorkerMemory(weights, per_sequence * sequences * layout.page_bytes, activations)
+        parts = WorkerMemory(weights, pages * sequences * layout.page_bytes, activations)
         return parts if on_cpu else replace(parts, process=CONTEXT_BYTES)
 
-    decode = worker(concurrency, config.decode.max_num_batched_tokens)
-    prefill = worker(config.prefill.max_num_seqs, config.prefill.max_num_batched_tokens)
-    memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, ranks)
+    decode = worker(concurrency, config.decode.max_num_batched_tokens, per_sequence)
+    prefill = worker(config.prefill.max_num_seqs, config.prefill.max_num_batched_tokens, per_prompt)
+    memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, heads * stages)
     if on_cpu:
         left = memory.free - (decode.total - decode.pages)
     else:
@@ -153,11 +191,26 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
         left = pool_bytes(memory, GpuUse(weights, decode.activations), utilization)
         bound += f"; gpu_memory_utilization {utilization:g}"
     pages = max(0, left) // layout.page_bytes
+    alone = max(pages - groups.count * seen, pages // (1 + groups.count))  # of them for the context of one sequence
     return Sizes(
-        _parameters(spec), dtype, layout.dtype, device, ranks, context, concurrency,
-        layout.token_bytes, layout.page_bytes, per_sequence * concurrency, decode, prefill, memory.free, bound,
-        pages // per_sequence, min(pages * page_size, spec.max_positions),
+        _parameters(spec), dtype, layout.dtype, device, vllm, heads * stages, context, concurrency,
+        layout.token_bytes, layout.page_bytes, per_sequence * concurrency,
+        per_sequence * concurrency * whole.page_bytes, decode, prefill, memory.free, bound,
+        pages // per_sequence, min(alone * page_size, spec.max_positions),
     )  # fmt: skip
+
+
+def _stage_bytes(spec: ModelSpec, kind: torch.dtype, maker: LinearMaker, own: range) -> int:
+    """Return the bytes of these layers' weights, with the embedding below the first one and the output head above the
+    last one. A head that is the embedding brings it."""
+    from engine.models.memory import weight_bytes
+
+    ends = weight_bytes(replace(spec, layers=()), kind, maker)
+    embedding = spec.vocab_size * spec.hidden_size * kind.itemsize
+    last = own.stop == spec.num_layers
+    below = embedding * (own.start == 0 or (last and spec.tied_embeddings))
+    layers = weight_bytes(replace(spec, layers=spec.layers[own.start : own.stop]), kind, maker) - ends
+    return below + layers + (ends - embedding) * last
 
 
 def _free(on_cpu: bool, ranks: int) -> tuple[GpuMemory, str]:
@@ -210,11 +263,11 @@ def _show(model: str, sizes: Sizes, settings: list[str]) -> None:
             f"[yellow]{sizes.concurrency} sequences don't fit[/]: lower --context or --concurrency, or a smaller dtype"
         )
     else:
-        pool = -(-sizes.decode.pages * sizes.ranks // 2**20)
+        pool = -(-sizes.pool // 2**20)
         room = "all of it"
         if sizes.device == "cpu":
             room = f"{sizes.concurrency} sequences of {sizes.context} tokens"
             settings = [*settings, f"decode.kv_cache_bytes={pool}MiB"]
-        engine = " --engine vllm" if sizes.ranks > 1 or sizes.kv_dtype in FP8.values() else ""
+        engine = " --engine vllm" if sizes.vllm else ""
         flags = "".join(f" --set {setting}" for setting in settings)
         out.print(f"for {room}: baton up --model {escape(model)}{engine}{flags}")

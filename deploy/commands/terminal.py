@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
@@ -28,6 +29,14 @@ from deploy.interrupts import exit_status, quiet_at_the_edges
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class EngineOption(StrEnum):
+    """What computes."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    VLLM = "vllm"
 
 
 class OutputClosed(Exception):

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from deploy.commands.progress import Progress
-from deploy.commands.terminal import ConfigFile, Json, Settings, command, err, load, out, print_json
+from deploy.commands.terminal import ConfigFile, EngineOption, Json, Settings, command, err, load, out, print_json
 from deploy.control_plane import state_file
 from deploy.control_plane.bring_up import bring_up
 from deploy.control_plane.reports import ClusterOverview, read_overview
@@ -24,14 +24,6 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
-
-
-class EngineOption(StrEnum):
-    """What computes."""
-
-    AUTO = "auto"
-    NATIVE = "native"
-    VLLM = "vllm"
 
 
 class RayOption(StrEnum):

@@ -211,6 +211,57 @@ def test_what_fits_into_one_of_two_ranks(tmp_path: Path) -> None:
     assert "4 ranks can't share 2 KV heads" in result.output
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_fits_into_the_largest_of_two_stages(tied: bool, tmp_path: Path) -> None:
+    """Of five layers the first stage has three. The others' stage has the output head, too."""
+    write(tmp_path / "model", "LlamaForCausalLM", tied, 5)
+    argv = ["size", str(tmp_path / "model"), "--context", "1024", "--device", "cpu", "--memory", "1GiB", "--json"]
+    whole, half, stage, rank = (
+        json.loads(CliRunner().invoke(app, [*argv, *more]).stdout)
+        for more in (
+            [], ["--tensor-parallel-size", "2"], ["--pipeline-parallel-size", "2"],
+            ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "2"],
+        )
+    )  # fmt: skip
+    write(tmp_path / "smaller", "LlamaForCausalLM", tied, 3)
+    smaller = json.loads(CliRunner().invoke(app, [argv[0], str(tmp_path / "smaller"), *argv[2:]]).stdout)
+    layer = (whole["decode"]["weights"] - smaller["decode"]["weights"]) // 2
+    assert stage["decode"]["weights"] == 3 * layer + 4_000 * 512 * 4
+    assert rank["decode"]["weights"] * 2 == stage["decode"]["weights"]
+    assert stage["decode"]["pages"] * 5 == whole["decode"]["pages"] * 3
+    assert rank["page_bytes"] * 2 == stage["page_bytes"]
+    assert half["pool"] == stage["pool"] == rank["pool"] == whole["pool"] == whole["decode"]["pages"]
+    assert (stage["ranks"], rank["ranks"]) == (2, 4)
+    result = CliRunner().invoke(app, [*argv, "--pipeline-parallel-size", "6"])
+    assert result.exit_code == 1
+    assert "6 stages can't share 5 layers" in result.output
+
+
+def test_what_fits_with_layers_in_groups(tmp_path: Path) -> None:
+    """One layer of four attends to all positions, and three to 70: a token sees at most four pages of these."""
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    config = BASE | {
+        "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 70,
+        "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    argv = ["size", str(tmp_path), "--device", "cpu", "--memory", "1GiB", "--page-size", "32", "--context", "1024"]
+    whole, groups = (
+        json.loads(CliRunner().invoke(app, [*argv, "--json", "--engine", engine]).stdout)
+        for engine in ("native", "vllm")
+    )
+    assert groups["page_bytes"] * 4 == whole["page_bytes"]
+    assert groups["pages"] == 8 * (32 + 3 * 4)
+    assert whole["pages"] == 8 * 32
+    assert groups["prefill"]["pages"] == whole["prefill"]["pages"]
+    assert groups["fits"] > 2.8 * whole["fits"]
+    assert "--engine vllm --set" in " ".join(CliRunner().invoke(app, [*argv, "--engine", "vllm"]).output.split())
+    result = CliRunner().invoke(app, [*argv, "--pipeline-parallel-size", "2"])
+    assert "stages don't divide" in " ".join(result.output.split())
+    on_gpu = CliRunner().invoke(app, [*argv[:2], "--device", "cuda", *argv[4:], "--pipeline-parallel-size", "2"])
+    assert "on a CPU only" in " ".join(on_gpu.output.split())
+
+
 def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
     write(tmp_path / "model", "LlamaForCausalLM", False, 2)
     argv = ["size", str(tmp_path / "model"), "--device", "cpu", "--memory", "1GiB", "--dtype", "bfloat16"]

@@ -19,6 +19,7 @@ pytest.importorskip("vllm")
 
 from deploy.local import LocalCluster
 from engine.step.batch import Chunk
+from engine.vllm_runner.layers import of_groups
 from engine.vllm_runner.pages import largest_page
 from kvstore.arena.memory import Arena
 from kvstore.checksum import page_checksum
@@ -62,6 +63,8 @@ def test_greedy_tokens_are_those_of_transformers(name: str, eager: bool, paths: 
     try:
         groups, raw = model.groups, checkpoints.config(name, **GROUPS[name]).to_dict()
         assert groups == WindowGroups(COUNT[name], WINDOW, PAGE)
+        windows = [WINDOW if kind == "sliding_attention" else None for kind in raw["layer_types"]]
+        assert of_groups(windows, PAGE) == (model.layout.num_layers, groups)
         assert model.layout.page_bytes * (1 + groups.count) == largest_page(raw, "float32", PAGE, "auto").page_bytes
         assert model.num_pages == driver.PAGES * (1 + groups.count)
         lengths = (170, 33, 5)
