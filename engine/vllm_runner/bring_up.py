@@ -16,6 +16,7 @@ from engine.vllm_runner.device_memory import await_memory
 from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.pages import group_layers, largest_page
+from engine.vllm_runner.products_on_cpu import take_rows_in_blocks
 from engine.vllm_runner.ranks import fork_ranks
 from engine.vllm_runner.requirements import STAGED_GROUPS, Installation, wrong_version
 
@@ -38,6 +39,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     windows of its groups of layers, 0 for the group without one. The configuration names a shorter context where there
     are fewer pages. Raises UnsupportedModel for a model whose layers keep other K and V than pages have, and for a page
     size that vLLM's kernels don't take."""
+    import torch
     import vllm
 
     if Installation(vllm.__version__).is_wrong:
@@ -74,6 +76,8 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
         fork_ranks()
     if order.max_loras and order.device == "cpu":
         use_the_cpu()
+    if order.companion and config.model_config.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        take_rows_in_blocks()
     executor = Executor.get_class(config)(config)
     executor.collective_rpc("baton_take_draws")
     core.register_all_kvcache_specs(config)

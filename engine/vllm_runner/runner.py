@@ -60,7 +60,7 @@ from kvstore.window_groups import WindowGroups
 
 log = logging.getLogger(__name__)
 
-NUMERICS_VERSION = 2
+NUMERICS_VERSION = 3
 """Raised whenever vLLM makes other bits of the same input here than with an earlier release of this."""
 
 _PATIENCE = 600.0  # seconds for a model to load, and for others on the same GPU to have loaded theirs

@@ -35,14 +35,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wide(folder: Path) -> Path:
-    """A checkpoint that is large enough that products of one row take another kernel than those of several."""
-    config = models.LLAMA_100M | {"vocab_size": checkpoints.VOCAB, "num_hidden_layers": 8}
+    """A checkpoint that is large enough that products of one row take another kernel than those of several.
+
+    Its `o_proj` is small enough for a kernel of its own on a CPU with AMX.
+    """
+    config = models.LLAMA_100M | {"vocab_size": checkpoints.VOCAB, "num_hidden_layers": 8, "num_attention_heads": 8}
     return models.write_shape(folder, config)
 
 
-@pytest.fixture(scope="module")
-def runner(path: Path) -> Iterator[VllmRunner]:
-    result = load(path, "bfloat16", threads=2)
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
+def runner(path: Path, request: pytest.FixtureRequest) -> Iterator[VllmRunner]:
+    result = load(path, "bfloat16", threads=2, eager=request.param)
     yield result
     result.close()
 
@@ -91,6 +94,7 @@ def test_bits_depend_on_no_companions_and_no_borders(runner: VllmRunner) -> None
     assert not {case: each for case, each in same.items() if not all(each)}, "(sizes, companions, seed): pages, tokens"
 
 
+@pytest.mark.parametrize("runner", [True], ids=["eager"], indirect=True)
 def test_bits_do_not_depend_on_threads(path: Path, runner: VllmRunner) -> None:
     other = load(path, "bfloat16", threads=1)
     try:

@@ -25,6 +25,7 @@ from engine.vllm_runner import TESTED_ARCHITECTURES, compiling, draw, extension
 from engine.vllm_runner.bring_up import _page_bytes, bring_up, engine_arguments
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.device_memory import LACKS
+from engine.vllm_runner.layers import of_stages
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.requirements import CPU_HEADS, CPU_PAGE, Installation
@@ -294,6 +295,28 @@ def test_what_asks_a_product_for_its_device():
     assert parameters(base_linear._get_lora_device) == ["base_layer"]
     assert "self.device = _get_lora_device(self.base_layer)" in inspect.getsource(base_linear)
     assert "base_layer.weight.device" in inspect.getsource(utils._get_lora_device)
+
+
+def test_how_products_on_a_cpu_are_called():
+    """`products_on_cpu` replaces both functions. Each is looked up in its module when it is called."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
+
+    assert parameters(_custom_ops.onednn_mm) == ["dnnl_handler", "x", "bias"]
+    source = inspect.getsource(_custom_ops.onednn_mm)
+    assert "x.reshape(-1, dnnl_handler.k), bias, dnnl_handler.handler_tensor" in source
+    source = inspect.getsource(utils.dispatch_cpu_unquantized_gemm)
+    assert "ops.onednn_mm(handler, x, bias)" in source
+    assert "if check_cpu_sgl_kernel(N, K, dtype):" in source
+
+
+def test_how_layers_are_divided_among_stages():
+    from vllm.distributed.utils import get_pp_indices
+
+    for count in range(1, 13):
+        for stages in range(1, count + 1):
+            expected = [range(*get_pp_indices(count, stage, stages)) for stage in range(stages)]
+            assert of_stages(count, stages) == expected
 
 
 def test_the_registry_of_architectures_is_read_from_its_source():
