@@ -295,7 +295,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {  # in which file, what, and 
         )
     ],
     "products by blocks, with a companion": [
-        ("forward.cpp", "= first ? zeros()", "= first || R > 1 ? zeros()"),
+        ("forward.cpp", "sum[r][j] = first ? zeros()", "sum[r][j] = first || R > 1 ? zeros()"),
         (
             "forward.cpp",
             "store16(sums + r * kTile + column + j * kLanes, sum[r][j]);",
@@ -305,6 +305,34 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {  # in which file, what, and 
         ("forward.cpp", "kBlockSteps = 64;", "kBlockSteps = 32;"),
     ],
 }
+if AMX:
+    MISTAKES |= {
+        "tiles: rows of another stride": [("tiles.h", "x + 16 * stride, stride);", "x + 16 * stride, stride + 64);")],
+        "tiles: without the last row": [("tiles.h", "rows - 16", "least(rows - 16, 15)")],
+        "tiles: without what is left of a span": [("forward.cpp", "if (!rest) return;", "return;")],
+        "tiles: a part of a sum added first": [
+            ("vector.h", "sum + (part.even + part.odd)", "(sum + part.even) + part.odd")
+        ],
+        "tiles: spans in another order": [
+            (
+                "tiles.h",
+                "for (int64_t span = 0; span < spans; ++span, weights += 16 * row, x += step)",
+                "weights += (spans - 1) * 16 * row, x += (spans - 1) * step;"
+                "for (int64_t span = 0; span < spans; ++span, weights -= 16 * row, x -= step)",
+            )
+        ],
+        "tiles: keys at a block's end left out": [
+            ("attention.h", "halves = (count + kTiledRows - 1) / kTiledRows", "halves = std::max(1, count / 32)")
+        ],
+        "tiles: keys that are not seen": [("attention.h", "key < count ? last : filled(-1)", "filled(INT32_MAX)")],
+        "tiles: the two values of a word swapped": [
+            ("attention.h", "beside(values[key + 2 * k] + i, values[key + 2 * k + 1] + i",
+             "beside(values[key + 2 * k + 1] + i, values[key + 2 * k] + i")
+        ],
+        "tiles: an output that does not shrink": [
+            ("attention.h", "store16(to, load16(to) * shrink);", "store16(to, load16(to));")
+        ],
+    }  # fmt: skip
 
 
 @pytest.mark.technique("The same bits by every path")
@@ -322,7 +350,8 @@ def test_a_mistake_in_the_kernels_is_found(
     (tmp_path / "cache").mkdir(mode=0o700)
     library = build.load(sources, tmp_path / "cache")
     monkeypatch.setattr(build, "library", lambda: library)
-    engines = [Engine.load(path("llama"), "bfloat16", "cpu", PAGES, PAGE, True, threads=n) for n in (1, 2)]
+    model = path("odd" if mistake.startswith("tiles") else "llama")
+    engines = [Engine.load(model, "bfloat16", "cpu", PAGES, PAGE, True, threads=n) for n in (1, 2)]
 
     def compare(seed: int) -> None:
         rng = random.Random(seed)
