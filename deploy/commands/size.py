@@ -49,8 +49,10 @@ def size(
     model: Annotated[
         str, typer.Argument(help="Directory of a checkpoint, GGUF file, hub id or smollm2: only the config is read.")
     ],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each sequence, prompt and output together.")] = 2_048,
-    concurrency: Annotated[int, typer.Option(min=1, help="Sequences on one decode worker at a time.")] = 8,
+    context: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of each sequence, prompt and output together.")
+    ] = 2_048,
+    concurrency: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences on one decode worker at a time.")] = 8,
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Of pages: auto (as --dtype), one of the same, int8 or fp8.")
@@ -59,15 +61,22 @@ def size(
         str, typer.Option(help="Of weights when they are loaded: int8 or int4, our own engine on CPUs only.")
     ] = "",
     device: Annotated[Device, typer.Option(help="auto: cuda where there is one.")] = Device.AUTO,
-    page_size: Annotated[int, typer.Option(min=1, help="Tokens per KV page.")] = Config().pages.page_size,
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens per KV page.")] = Config().pages.page_size,
     tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, max=MAX_RANKS, help="Ranks of a worker, vLLM's runner only; sizes are those of one.")
+        int,
+        typer.Option(
+            min=1, metavar="N", max=MAX_RANKS, help="Ranks of a worker, vLLM's runner only; sizes are those of one."
+        ),
     ] = 1,
     pipeline_parallel_size: Annotated[
-        int, typer.Option(min=1, max=MAX_RANKS, help="Stages of a worker, vLLM's runner only; sizes are the largest's.")
+        int,
+        typer.Option(
+            min=1, metavar="N", max=MAX_RANKS, help="Stages of a worker, vLLM's runner only; sizes are the largest's."
+        ),
     ] = 1,
     engine: Annotated[
-        EngineOption, typer.Option(help="vllm: on a CPU, layers with windows have pages of their own.")
+        EngineOption,
+        typer.Option(metavar="ENGINE", help="vllm: on a CPU, layers with windows have pages of their own."),
     ] = EngineOption.AUTO,
     memory: Annotated[
         str, typer.Option(help="Memory of one worker or rank, such as 80GiB; by default what is free here.")

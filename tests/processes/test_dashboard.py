@@ -23,6 +23,7 @@ from tests.support import workload
 from tests.support.browser import Watched, launched
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.alone  # a browser draws with the processor, and beside other clusters it gets none
 HOSTILE = "<img/src=x/onerror=alert('xss')>"  # a request's name: clients choose it
 HOSTILE_MODEL = "<script>alert('model')</script>"
 CLIENTS = 6

@@ -135,6 +135,7 @@ def test_pins_and_weights_are_of_the_model_that_is_named(both: LocalCluster, pat
         assert not client.adapters()
 
 
+@pytest.mark.alone  # a browser draws with the processor
 def test_the_page_shows_the_model_that_is_chosen(both: LocalCluster) -> None:
     with launched() as browser, contextlib.closing(Watched(browser)) as watched:
         watched.page.goto(f"http://{both.api_of('router')}/dashboard")

@@ -34,7 +34,6 @@ ENDS = 30.0  # seconds in which a worker ends after a part of its has been kille
 PATIENCE = 300.0  # seconds for a request and for a start, on a busy machine whose workers are killed all the time
 QUICK = {"cluster.heartbeat_ms": 100, "cluster.heartbeat_timeout_ms": 1_000, "decode.fetch_timeout_ms": 3_000}
 PROPOSALS = {"model.speculation": "ngram"}  # every guess is verified, whatever it costs
-_EXACT = ENGINE.name == "native" and build.can_compile()
 PATIENT = {"router.max_attempts": 1_000, "router.queue_timeout_ms": 300_000, "router.attempt_timeout_ms": 300_000}
 """Where there is one decode worker, requests wait for its successor, however often it dies."""
 
@@ -190,6 +189,11 @@ def prompts(seed: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(tuple(each) for each in workload.prompts(seed=seed) if len(each) < 800))[:24]
 
 
+def _exact() -> bool:
+    """Whether a token has the same bits by every path."""
+    return ENGINE.name == "native" and build.can_compile()
+
+
 def streams_of(seed: int) -> list[Stream]:
     """Of each prompt one that is greedy, one that is drawn, and one of either kind that repeats itself."""
     return [
@@ -202,7 +206,7 @@ def streams_of(seed: int) -> list[Stream]:
 def expected_of(path: Path, seed: int, folder: Path) -> dict[Stream, list[int]]:
     """Streams, and the tokens of each without proposals. Where torch computes they are greedy, and neither tokens nor
     experts nearly tie in them."""
-    if _EXACT:
+    if _exact():
         return undisturbed(path, folder, streams_of(seed), OUTPUT, **{"model.speculation": "off"})
     model = checkpoints.reference(path)
     expected: dict[Stream, list[int]] = {}
@@ -305,7 +309,7 @@ def families(seconds: float, seed: int, folder: Path, only: Sequence[str] = ("*"
             try:
                 result = soak(
                     seconds / len(chosen), seed, folder / f"{family}-{name}", path, expected, shape, CROWD,
-                    more=PROPOSALS if _EXACT else {},
+                    more=PROPOSALS if _exact() else {},
                 )  # fmt: skip
             except BaseException as error:
                 error.add_note(f"{family} on {name}, seed {seed}")
