@@ -34,6 +34,7 @@ NOT_RUN = {
     "baton run-batch -i in.jsonl -o out.jsonl --url router:8000": "`tests/router/test_batches.py` runs it",
     "baton reload ./checkpoint-2000": "`tests/processes/test_reload.py` runs it",
     "baton reload ./checkpoint-2000 --patience 5": "`tests/processes/test_reload.py` runs it",
+    "baton reload ./large-2000 --model large": "`tests/processes/test_two_models.py` runs it",
     "baton adapters load poet /models/poet-lora": "needs vLLM",
     "baton adapters unload poet": "needs vLLM",
     "baton up --model ./model.gguf": "needs the network",
