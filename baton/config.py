@@ -503,8 +503,8 @@ def load(
     path: Path | None = None, overrides: Mapping[str, object] | None = None, further: Iterable[str] = ()
 ) -> Config:
     """Read `path` (none: defaults) and lay `overrides` ("section.setting" → value) over it. `further`: paths of models
-    beside those of the file, with the first one's number of workers, and its settings but names, adapters and draft
-    model. Raises ConfigError."""
+    beside those of the file, with the first one's number of workers, and its settings but names, adapters, draft model
+    and heads. Raises ConfigError."""
     tree: dict[str, Any] = {}
     if path is not None:
         tree = _read(path)

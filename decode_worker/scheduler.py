@@ -134,8 +134,8 @@ class DecodeScheduler:
         attend to a window beside it. `adapters`: digests of those that orders may name. `recompute_share`: part of the
         pages that is checked. `fixed_borders`: see `engine.runner.Runner`. `proposer`: makes those of sequences; none:
         they propose nothing. `drafter`: guesses where they don't. No step may be planned while one with proposals
-        runs. `verify_all`: whatever they cost, all are verified. `no_kv_windows` and
-        `no_page_weights`: see `engine.runner.Runner`."""
+        runs. `verify_all`: whatever they cost, all are verified. `no_kv_windows` and `no_page_weights`: see
+        `engine.runner.Runner`."""
         self._config = config
         self._copies_overlap = copies_overlap
         self._page_size = page_size
@@ -515,14 +515,14 @@ class DecodeScheduler:
         if self._speculation is not None:
             self._speculation.step_ended(done.plan, step, drawn)
         scored = self._take_scores(done)
-        for number, weights in done.weights.items():
-            name, chunk = [*done.plan.items()][number]
-            if (sequence := self._in_step(name, chunk)) is not None:
-                sequence.observe(weights)
-        if self._speculation is not None and self._speculation.guesses:
-            for (name, chunk), each in zip(done.plan.items(), drawn, strict=True):
-                if (sequence := self._in_step(name, chunk)) is not None:
-                    self._speculation.learn(sequence, chunk, each)
+        learns = self._speculation if self._speculation is not None and self._speculation.guesses else None
+        for number, (name, chunk) in enumerate(done.plan.items() if done.weights or learns is not None else ()):
+            if (sequence := self._in_step(name, chunk)) is None:
+                continue
+            if number in done.weights:
+                sequence.observe(done.weights[number])
+            if learns is not None:
+                learns.learn(sequence, chunk, drawn[number])
         drawn = [_with_forced(chunk, each) for chunk, each in zip(done.plan.values(), drawn, strict=True)]
         return scored + self._take_tokens(done.plan, drawn, now)
 
