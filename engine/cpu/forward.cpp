@@ -40,7 +40,7 @@ constexpr int kColumns = R * 4 <= kPassSums<T> / (kTwo<T> ? 2 : 1) ? 4 : R * 2 <
 template <class T>                 // of codes, which are made factors anew in each pass
 constexpr int kCodeRows = kMany && !kTwo<T> ? 8 : kPassRows<T>;
 constexpr int64_t kFewRows = 64;     // that each thread norms for itself: it costs less than waiting for each other would
-constexpr int64_t kBlockRows = 256;  // with fewer, the weights are read more often; with more, less stays in the cache
+constexpr int64_t kBlockRows = kHasTiles ? 512 : 256;  // with fewer, weights are read more often; with more, less is cached
 constexpr int64_t kShares = 8;       // for each thread, so that none waits long for another
 constexpr int kMostThreads = 256;
 constexpr int64_t kTilesFrom = 5;     // rows that are multiplied in tiles of AMX
