@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for name, case in cases.items():
             quickest = [sorted(case(runner) for _ in range(rounds))[rounds // 10] for runner in runners]
-            print(report.beside("exact_steps", name, "ms", quickest[:1], quickest[1:]).line(), flush=True)
+            report.emit(report.beside("exact_steps", name, "ms", quickest[:1], quickest[1:]))
     finally:
         for runner in runners:
             runner.close()
