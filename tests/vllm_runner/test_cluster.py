@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 from deploy.local import LocalCluster, launch
 from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
+from tests.vllm_runner import deaths
 
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::2]
 WIDE = {**checkpoints.WIDE, "head_dim": 64}
@@ -39,18 +40,12 @@ class CommandCluster(LocalCluster):
     launch = staticmethod(launch)
 
 
-def vllm_of(cluster: LocalCluster, worker: str) -> int:
-    """The process of vLLM that a worker has."""
-    (child,) = psutil.Process(cluster.pids[worker]).children()
-    return child.pid
-
-
 def test_streams_outlive_the_death_of_vllm(path: Path, tmp_path: Path) -> None:
     """Its worker ends, and another goes on with the same tokens."""
     expected = workload.references(path, PROMPTS)
     settings = workload.settings(path, 0, 2, **SETTINGS)
     with CommandCluster(settings, tmp_path, patience=200.0) as cluster, ThreadPoolExecutor(1) as pool:
-        victim = vllm_of(cluster, "decode-0")
+        victim = deaths.pid_of(cluster, "vLLM of decode-0")
         before = psutil.Process(victim).cpu_times().user
         answers = pool.submit(workload.ask_all, cluster.address, PROMPTS)
         eventually(lambda: psutil.Process(victim).cpu_times().user > before, what="vLLM at work")
@@ -61,7 +56,7 @@ def test_streams_outlive_the_death_of_vllm(path: Path, tmp_path: Path) -> None:
 
 def test_a_worker_without_work_ends_with_its_vllm(path: Path, tmp_path: Path) -> None:
     with LocalCluster(workload.settings(path, 0, 1, **SETTINGS), tmp_path) as cluster:
-        os.kill(vllm_of(cluster, "decode-0"), signal.SIGKILL)
+        deaths.kill(cluster, "vLLM of decode-0")
         eventually(lambda: "decode-0" not in cluster.pids, what="the end of its worker")
         assert "this process ends and must be replaced" in (tmp_path / "logs" / "decode-0.log").read_text()
         cluster.start("decode-0")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -26,10 +22,9 @@ from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from kvstore.window_groups import WindowGroups
 from tests.support import checkpoints, workload
-from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
-from tests.vllm_runner import driver
+from tests.vllm_runner import deaths, driver
 from tests.vllm_runner.driver import PAGE, Generation, agree, prompt_of, run, with_windows
 
 WINDOW = 70  # tokens
@@ -156,7 +151,7 @@ def test_a_hand_off_has_the_pages_of_the_window_only(name: str, paths: Callable[
 def test_streams_outlive_the_death_of_any_process(
     victim: str, shape: tuple[int, int], paths: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path, process = paths("gpt-oss"), victim.removeprefix("vLLM of ")
+    path, process = paths("gpt-oss"), deaths.owner_of(victim)
     expected = workload.references(path, PROMPTS)
     with (
         LocalCluster(workload.settings(path, *shape, **SETTINGS), tmp_path, patience=200.0) as running,
@@ -165,18 +160,7 @@ def test_streams_outlive_the_death_of_any_process(
         busy = "decode-0" if victim == "store-0" else process
         answers = pool.submit(workload.ask_all, running.address, PROMPTS)
         eventually(lambda: metric(running, busy, WORK[busy]) > 0, what="the victim at work")
-        pid = running.pids[process]
-        if victim != process:
-            (child,) = psutil.Process(pid).children()
-            pid = child.pid
-        os.kill(pid, signal.SIGKILL)
+        deaths.kill(running, victim)
         workload.compare(path, PROMPTS, answers.result(timeout=300), expected)
-        eventually(lambda: process not in running.pids, what=f"the end of {process}")
-        running.start(process)
-        running.wait_live([process])
-        fresh = count(100)
-        eventually(
-            lambda: workload.ask(running.address, prompt_of(200, next(fresh)), 2).work.pages_fetched,
-            what="a hand-off through the store",
-        )
-        eventually(lambda: at_rest(running), what="everything freed")
+        deaths.start_again(running, process)
+        deaths.hand_over(running)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import count
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -26,9 +22,9 @@ from kvstore.checksum import page_checksum
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from kvstore.layout import LATENT
 from tests.support import checkpoints, workload
-from tests.support.cluster import at_rest, watching
+from tests.support.cluster import watching
 from tests.support.eventually import eventually
-from tests.vllm_runner import driver
+from tests.vllm_runner import deaths, driver
 from tests.vllm_runner.driver import agree, prompt_of, run, step, untimed
 
 Loaded = Callable[..., VllmRunner]
@@ -161,23 +157,12 @@ def test_streams_outlive_the_death_of_any_process(name: str, paths: Callable[[st
         for number, victim in enumerate(("prefill-0", "decode-0", "vLLM of decode-1", "store-0")):
             prompts = [prompt_of(length, 10 * number + seed) for seed, length in enumerate((1_000, 700, 400, 250, 60))]
             expected = workload.references(path, prompts)
-            worker = victim.removeprefix("vLLM of ")
+            worker = deaths.owner_of(victim)
             busy = "prefill-0" if victim == "store-0" else worker
             with watching(running, busy) as works:
                 answers = pool.submit(workload.ask_all, running.address, prompts)
                 eventually(works, what=f"{busy} at work")
-            if victim == worker:
-                running.kill(worker)
-            else:
-                (vllm,) = psutil.Process(running.pids[worker]).children()
-                os.kill(vllm.pid, signal.SIGKILL)
+            deaths.kill(running, victim)
             workload.compare(path, prompts, answers.result(timeout=200), expected)
-            eventually(lambda worker=worker: worker not in running.pids, what=f"the end of {worker}")
-            running.start(worker)
-            running.wait_live([worker])
-        fresh = count(100)
-        eventually(
-            lambda: workload.ask(running.address, prompt_of(200, next(fresh)), 2).work.pages_fetched,
-            what="a hand-off through the new store",
-        )
-        eventually(lambda: at_rest(running), what="everything freed")
+            deaths.start_again(running, worker)
+        deaths.hand_over(running)
