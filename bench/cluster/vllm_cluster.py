@@ -23,6 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -200,25 +201,33 @@ def decode(model: Path, arguments: argparse.Namespace) -> Iterator[report.Result
             "KMP_BLOCKTIME": _BLOCKTIME,
         }
     )  # fmt: skip
+    if arguments.device != "cpu" and arguments.numerics == "exact":
+        variables["VLLM_BATCH_INVARIANT"] = "1"
     with ExitStack() as stack:
         command = [sys.executable, "-m", "bench.peers.steps"]
-        sides: dict[str, Side] = {}
         words_by_name = {THEIRS: ["vllm", str(model), arguments.device]}
-        words_by_name |= {BARE: ["baton", str(model), arguments.device, str(arguments.threads)]}
+        words_by_name |= {
+            BARE: ["baton", str(model), arguments.device, str(arguments.threads), arguments.numerics]
+        }
         words_by_name |= {_EAGER: [*words_by_name[THEIRS], "eager"]} if arguments.eager else {}
-        for name, words in words_by_name.items():
-            report.say(f"starting {name}")
-            sides[name] = alone(stack.enter_context(PeerProcess(name, [*command, *words], variables)))
-        report.say(f"starting {OURS}")
         settings: dict[str, object] = {
             **_settings(arguments.device),
+            "model.numerics": arguments.numerics,
             "store.host_cache_bytes": _POOL,
             "decode.threads": arguments.threads,
         }
         settings |= {"decode.gpu_memory_utilization": steps.GPU_SHARE}
         settings |= {"decode.kv_cache_bytes": _POOL, "decode.max_num_batched_tokens": steps.STEP_TOKENS}
         cluster = clusters.local(model, 0, 1, settings | arguments.settings, arguments.patience)
-        sides[OURS] = Worker(stack.enter_context(cluster))
+        report.say(f"starting {', '.join(words_by_name)} and {OURS}")
+        with ThreadPoolExecutor() as starting:
+            peers = {
+                name: starting.submit(PeerProcess, name, [*command, *words], variables)
+                for name, words in words_by_name.items()
+            }
+            worker = starting.submit(stack.enter_context, cluster)
+        sides = {name: alone(stack.enter_context(peer.result())) for name, peer in peers.items()}
+        sides[OURS] = Worker(worker.result())
         cases = _SHORT if arguments.short else _DECODE
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         yield from decode_results(take_turns(sides, cases, arguments.rounds, vocabulary))
@@ -310,6 +319,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="100m", help="100m, or the directory of a checkpoint")
     parser.add_argument("--eager", action="store_true", help="decode: vLLM without compiling besides")
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda: on a GPU, as for bench.engine.gpu")
+    parser.add_argument(
+        "--numerics", default="exact", choices=("exact", "mixed"), help="exact: on a GPU vLLM's kernels are batch-invariant"
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (all cores)")
     parser.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="where the environment of `vllm serve` is or is made"

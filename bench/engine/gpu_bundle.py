@@ -1,17 +1,15 @@
 """Lay what a GPU machine without network lacks into a folder that travels with the tree.
 
-    python -m bench.engine.gpu_bundle                           # .bundle: wheels, and vLLM's Python without its kernels
-    python -m bench.engine.gpu_bundle --into .bundle2 --parts fa3  # vLLM's FlashAttention 3 for Hopper
-    python -m bench.engine.gpu_bundle --into .bundle2 --parts c1   # half of the other kernels; then the same with c2
+    python -m bench.engine.gpu_bundle            # .bundle: Baton's and vLLM's packages in one archive, about 46 MiB
 
 There, in the project's root and in a shell of its own:
 
     . .bundle/install.sh
 
-It installs into /tmp/site, sets PYTHONPATH, and may be sourced again with a further folder. The wheels are for Python
-3.12 on x86-64, in the versions of constraints.txt and, for vLLM, those of its own metadata. What they need besides is
-printed as "needs": it has to be there already. Without `c1` and `c2` a module in torch stands in the place of vLLM's
-kernels (`bench/engine/vllm_without_kernels.py`), which is right up to rounding, and slow.
+It unpacks into /tmp/site and sets PYTHONPATH. Packages are for Python 3.12 on x86-64, in the versions of
+constraints.txt and, for vLLM, those of its own metadata. What they need besides is printed as "needs": it has to be
+there already. Of vLLM's compiled libraries those travel that a dense model and Mixtral run on Hopper, with the machine
+code of Hopper alone. That of other GPUs is zeros: the driver never reads it, and zeros pack to nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +17,13 @@ from __future__ import annotations
 import argparse
 import io
 import lzma
+import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 
@@ -50,24 +49,20 @@ _VLLM = (
 _FOR = {"python_version": "3.12", "python_full_version": "3.12.3", "extra": ""}
 _GLIBC = (5, 17, 24, 26, 27, 28, 31)
 _LEFT_OUT = (".so", ".h", ".hpp", ".cuh", ".inl", ".cu", ".cpp", ".js", ".css", ".jpg", "vllm/vllm-rs")
-_KERNELS, _FLASH = "vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
-_PARTS = ("wheels", "vllm", "fa3", "c1", "c2")
+_LIBRARIES = (
+    "vllm/_C_stable_libtorch.abi3.so", "vllm/_moe_C_stable_libtorch.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+)  # fmt: skip
+_EMPTY = "vllm/vllm_flash_attn/_vllm_fa2_C.py"  # FlashAttention 2, 300 MB: imported, and not called on Hopper
+_HOPPER = 90
+_FATBIN = 0xBA55ED50
+_MACHINE_CODE = 2  # the kind of an entry; 1 is PTX
 
 _INSTALL = """\
-# Source this: it installs what lies beside it into $site, and names that to Python.
+# Source this: it unpacks what lies beside it into $site, and names that to Python.
 site=${site:-/tmp/site}
-bundle=$(dirname "${BASH_SOURCE[0]}")
-if ls "$bundle"/*.whl > /dev/null 2>&1; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" "$bundle"/*.whl
-fi
-mkdir -p "$site.parts" && cp "$bundle"/kernels.*.part "$site.parts" 2> /dev/null
-if [ -e "$site.parts/kernels.1.part" ] && [ -e "$site.parts/kernels.2.part" ]; then
-    cat "$site.parts"/kernels.?.part > "$site.parts/kernels.tar.xz" && rm "$site.parts"/*.part
-fi
-for archive in "$bundle"/*.tar.xz "$site.parts"/*.tar.xz; do
-    [ ! -e "$archive" ] || python3 -m tarfile -e "$archive" "$site"
-done
-case ":$PYTHONPATH:" in *":$site:"*) ;; *) export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" ;; esac
+mkdir -p "$site" && tar -xJf "$(dirname "${BASH_SOURCE[0]}")/site.tar.xz" -C "$site"
+export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export VLLM_USE_FLASHINFER_SAMPLER=0  # FlashInfer does not travel
 """
 
@@ -75,49 +70,59 @@ export VLLM_USE_FLASHINFER_SAMPLER=0  # FlashInfer does not travel
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     arguments.into.mkdir(parents=True, exist_ok=True)
-    for old in (*arguments.into.glob("*.whl"), *arguments.into.glob("*.xz"), *arguments.into.glob("*.part")):
-        old.unlink()
-    with tempfile.TemporaryDirectory() as folder:
-        if "wheels" in arguments.parts:
-            _download(arguments.into, _pinned())
-        if set(arguments.parts) - {"wheels"}:
-            vllm = arguments.wheel or _download(Path(folder), [f"vllm=={VLLM_VERSION}"])[0]
-            _lay_vllm(vllm, arguments.into, arguments.parts)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        vllm = arguments.wheel or _download(folder, [f"vllm=={VLLM_VERSION}"])[0]
+        with zipfile.ZipFile(vllm) as held:
+            wheels = _download(folder, [*_pinned(), *_of_vllm(held)])
+        archive = arguments.into / "site.tar.xz"
+        archive.write_bytes(lzma.compress(_tar([vllm, *wheels]), preset=6))
+        needs = _needs(wheels)
     (arguments.into / "install.sh").write_text(_INSTALL)
-    for file in sorted(arguments.into.iterdir()):
-        print(f"{file.stat().st_size / 2**20:7.2f} MiB  {file.name}")
-    print(f"{sum(file.stat().st_size for file in arguments.into.iterdir()) / 2**20:7.2f} MiB in all")
-    if needs := _needs(arguments.into):
-        print(f"needs: {', '.join(needs)}")
+    print(f"{archive.stat().st_size / 2**20:.1f} MiB  {archive}")
+    print(f"needs: {', '.join(needs)}")
     return 0
 
 
-def _lay_vllm(wheel: Path, into: Path, parts: Sequence[str]) -> None:
-    with zipfile.ZipFile(wheel) as held:
-        if "vllm" in parts:
-            _download(into, _of_vllm(held))
-            members = [name for name in held.namelist() if not name.endswith(_LEFT_OUT)]
-            stub = Path(__file__).with_name("vllm_without_kernels.py").read_bytes()
-            # vLLM refuses to start without any FlashAttention, whichever attention runs.
-            stand_ins = {f"{_KERNELS.partition('.')[0]}.py": stub, "vllm/vllm_flash_attn/_vllm_fa2_C.py": b""}
-            (into / "vllm.tar.xz").write_bytes(_archive(held, members, stand_ins))
-        if "fa3" in parts:
-            (into / "fa3.tar.xz").write_bytes(_archive(held, [_FLASH]))
-        if chosen := [number for number in (1, 2) if f"c{number}" in parts]:
-            kernels = _archive(held, [_KERNELS])
-            for number in chosen:
-                half = kernels[: len(kernels) // 2] if number == 1 else kernels[len(kernels) // 2 :]
-                (into / f"kernels.{number}.part").write_bytes(half)
-
-
-def _archive(wheel: zipfile.ZipFile, names: Iterable[str], more: dict[str, bytes] | None = None) -> bytes:
+def _tar(wheels: Sequence[Path]) -> bytes:
+    """What the wheels hold, unpacked; of the first, vLLM's, only what runs on Hopper."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        for name, content in (*((name, wheel.read(name)) for name in names), *(more or {}).items()):
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
-    return lzma.compress(packed.getvalue(), preset=6)
+        for path in wheels:
+            with zipfile.ZipFile(path) as wheel:
+                for name in wheel.namelist():
+                    if path != wheels[0] or name in _LIBRARIES or not name.endswith(_LEFT_OUT):
+                        content = wheel.read(name)
+                        _add(archive, name, for_hopper(content) if name in _LIBRARIES else content)
+        _add(archive, _EMPTY, b"")
+    return packed.getvalue()
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    archive.addfile(entry, io.BytesIO(content))
+
+
+def for_hopper(library: bytes) -> bytes:
+    """Return an ELF library with all but Hopper's machine code in its fat binaries zeroed.
+
+    A fat binary is a header (magic, version, its own length, length of all entries) and entries one after the other:
+    kind, version, length of the entry's header, length of its code, and from byte 28 on the architecture.
+    """
+    result = bytearray(library)
+    place = library.find(_FATBIN.to_bytes(4, "little"))
+    while place >= 0:
+        _, _, header, length = struct.unpack_from("<IHHQ", library, place)
+        entry, end = place + header, place + header + length
+        while entry < end:
+            kind, _, header, length = struct.unpack_from("<HHIQ", library, entry)
+            (architecture,) = struct.unpack_from("<I", library, entry + 28)
+            if (kind, architecture) != (_MACHINE_CODE, _HOPPER):
+                result[entry + header : entry + header + length] = bytes(length)
+            entry += header + length
+        place = library.find(_FATBIN.to_bytes(4, "little"), end)
+    return bytes(result)
 
 
 def _pinned() -> list[str]:
@@ -152,12 +157,12 @@ def _download(into: Path, requirements: Sequence[str]) -> list[Path]:
     return sorted(set(into.iterdir()) - before)
 
 
-def _needs(into: Path) -> list[str]:
+def _needs(wheels: Sequence[Path]) -> list[str]:
     """What the wheels need that is not among them in a version that suits."""
-    parts = (file.name.split("-") for file in into.glob("*.whl"))
+    parts = (file.name.split("-") for file in wheels)
     held = {canonicalize_name(name): version for name, version, *_ in parts}
     needs: set[str] = set()
-    for file in into.glob("*.whl"):
+    for file in wheels:
         with zipfile.ZipFile(file) as wheel:
             for each in _requirements(wheel):
                 if not each.specifier.contains(held.get(canonicalize_name(each.name), "0"), prereleases=True):
@@ -170,13 +175,8 @@ def _needs(into: Path) -> list[str]:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Lay what a GPU machine without network lacks into a folder.")
     parser.add_argument("--into", type=Path, default=_ROOT / ".bundle", help="the folder (.bundle)")
-    parser.add_argument("--parts", default="wheels,vllm", help=f"of {', '.join(_PARTS)}")
     parser.add_argument("--wheel", type=Path, help="vLLM's wheel for CUDA, where it has been downloaded before")
-    arguments = parser.parse_args(argv)
-    arguments.parts = arguments.parts.split(",")
-    if unknown := set(arguments.parts) - set(_PARTS):
-        parser.error(f"no such parts: {', '.join(sorted(unknown))}; there are {', '.join(_PARTS)}")
-    return arguments
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

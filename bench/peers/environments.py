@@ -157,7 +157,8 @@ def preloading(*libraries: Path) -> dict[str, str]:
 def variables(own: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with `own` in it, and no OpenMP settings but those: they are part of the result."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "KMP_", "GOMP_"))}
-    return inherited | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"} | dict(own)
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return inherited | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"} | dict(own)
 
 
 def existing(path: Path) -> Path:

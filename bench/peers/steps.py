@@ -1,7 +1,8 @@
 """The protocol of `bench.peers.adapter`, with the course of every step besides: `python -m bench.peers.steps SIDE …`.
 
 - `vllm MODEL DEVICE`: vLLM's own `LLM.generate`, in one process. `vllm MODEL DEVICE eager`: nothing is compiled.
-- `baton MODEL DEVICE THREADS`: Baton's `VllmRunner`, bare, in a loop. `native MODEL DEVICE THREADS`: our own engine.
+- `baton MODEL DEVICE THREADS [mixed]`: Baton's `VllmRunner`, bare, in a loop; `mixed` lets a row's bits depend on others.
+  `native MODEL DEVICE THREADS`: our own engine.
 
 An answer also has `ends`, when each step ended, and `model`, what the model runner took of it, both in seconds.
 """
@@ -22,6 +23,7 @@ from bench.peers import adapter
 PAGE_SIZE = 32  # tokens; vLLM's kernels for CPUs take multiples of it
 STEP_TOKENS = 2_048
 GPU_SHARE = 0.25  # of a GPU's memory: all sides are loaded at once
+_GPU_POOL = 4 * 2**30  # bytes of vLLM's pages there: so it need not measure what is free, which others change
 _MAX_TOKENS = 4_096  # of one sequence
 _ROWS, _PAGES = 64, 1_024
 
@@ -72,7 +74,7 @@ def vllm(model: str, device: str, how: str = "compiled") -> Run:
         block_size=PAGE_SIZE,
         disable_log_stats=True,
         enforce_eager=how == "eager",
-        **({"gpu_memory_utilization": GPU_SHARE} if device != "cpu" else {}),
+        **({"gpu_memory_utilization": GPU_SHARE, "kv_cache_memory_bytes": _GPU_POOL} if device != "cpu" else {}),
     )
     engine = llm.llm_engine
     executor = engine.engine_core.engine_core.model_executor
@@ -116,7 +118,7 @@ def vllm(model: str, device: str, how: str = "compiled") -> Run:
     return run
 
 
-def baton(model: str, device: str, threads: str) -> Run:
+def baton(model: str, device: str, threads: str, numerics: str = "exact") -> Run:
     """vLLM's runner as a worker has it, without worker, store and router."""
     from engine.vllm_runner.runner import VllmRunner
 
@@ -130,6 +132,7 @@ def baton(model: str, device: str, threads: str) -> Run:
         threads=int(threads),
         device=device,
         memory_share=GPU_SHARE,
+        exact=numerics == "exact",
     )
     return _looped(runner)
 

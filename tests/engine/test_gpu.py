@@ -66,6 +66,8 @@ def test_a_launched_step_draws_the_same_and_is_timed_by_the_device(checkpoint: C
     engine.wake(rung.set)
     chunks = [Chunk(list(range(3, 203)), 0, list(range(13)), TokenDraw(temperature=0.0))]
     expected = engine.step(chunks)
+    assert rung.wait(30)
+    rung.clear()
     running = engine.launch(chunks)
     assert rung.wait(30)
     assert running.done()
