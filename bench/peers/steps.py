@@ -145,31 +145,48 @@ def native(model: str, device: str, threads: str) -> Run:
 
 
 def _looped(runner: Any) -> Run:
+    """Each step is launched ahead of the results of the one before, where the runner does that, as a worker does it."""
     from engine.step.batch import Chunk, TokenDraw
     from engine.step.block_table import BlockTable
 
     greedy = TokenDraw(temperature=0.0)
-
-    def step(tokens: Sequence[list[int]], chunks: Sequence[Chunk]) -> tuple[float, float]:
-        finished = runner.launch(chunks).wait()
-        for row, drawn in zip(tokens, finished.sampled, strict=True):
-            assert drawn is not None
-            row.append(drawn.token)
-        return time.perf_counter(), finished.seconds
 
     def run(prompts: adapter.Tokens, count: int) -> Course:
         tokens = [list(prompt) for prompt in prompts]
         each = -(-(max(map(len, tokens)) + count) // PAGE_SIZE)
         tables = [BlockTable(range(row * each, (row + 1) * each)) for row in range(len(tokens))]
         course: list[tuple[float, float]] = []
+
+        def finish(rows: Sequence[list[int]], step: Any) -> None:
+            finished = step.wait()
+            for row, drawn in zip(rows, finished.sampled, strict=True):
+                assert drawn is not None
+                row.append(drawn.token)
+            course.append((time.perf_counter(), finished.seconds))
+
         at_once = max(1, STEP_TOKENS // max(map(len, tokens)))
         for first in range(0, len(tokens), at_once):
             part = slice(first, first + at_once)
             chunks = [Chunk(list(row), 0, table, greedy) for row, table in zip(tokens[part], tables[part], strict=True)]
-            course.append(step(tokens[part], chunks))
-        for _ in range(count - 1):
-            rows = zip(tokens, tables, strict=True)
-            course.append(step(tokens, [Chunk([row[-1]], len(row) - 1, table, greedy) for row, table in rows]))
+            finish(tokens[part], runner.launch(chunks))
+
+        def launch(ahead: int) -> Any:
+            """Launch a step behind `ahead` others of this kind whose tokens are not known yet."""
+            rows = enumerate(zip(tokens, tables, strict=True))
+            return runner.launch(
+                [
+                    Chunk([0], len(row), table, greedy, follows=number)
+                    if ahead
+                    else Chunk([row[-1]], len(row) - 1, table, greedy)
+                    for number, (row, table) in rows
+                ]
+            )
+
+        running = launch(0) if count > 1 else None
+        for left in range(count - 2, -1, -1):
+            ahead = launch(1) if left and runner.launches_ahead else None
+            finish(tokens, running)
+            running = launch(0) if left and ahead is None else ahead
         ends, seconds = zip(*course, strict=True)
         return Course([row[-count:] for row in tokens], list(ends), list(seconds))
 
