@@ -270,6 +270,8 @@ def pages(model: Path, arguments: argparse.Namespace) -> Iterator[report.Result]
                 threads=arguments.threads,
                 device=arguments.device,
                 memory_share=steps.GPU_SHARE,
+                exact=arguments.numerics == "exact",
+                eager=True,  # it runs no steps
             )
             stack.callback(runner.close)
             runners.append(runner)
