@@ -189,7 +189,6 @@ their verdicts with what the processes do. Transformers is the model of what is 
 GENERATION = "tests/engine/test_generation.py"
 DETERMINISM = "tests/engine/test_determinism.py"
 EXACT = "tests/processes/test_exact.py"
-WEIGHTS = "tests/engine/test_weights.py"
 CONFIG = "tests/engine/test_config.py"
 FORMATS = "tests/engine/test_formats.py"
 GGUF = "tests/engine/test_gguf.py"
@@ -214,6 +213,7 @@ VLLM_TESTS = {
 }
 """By column: the file and the test. They are read and not imported: vLLM has an environment of its own."""
 _FORMATS = {
+    "fp8-blocks": "FP8 in blocks of 128 x 128",
     "int8": "int8, weights by row and inputs by token (compressed-tensors W8A8)",
     "fp8": "FP8, weights by row and inputs by token (compressed-tensors W8A8)",
     "int8-groups": "int8 in groups (compressed-tensors)",
@@ -346,15 +346,13 @@ def _format_rows() -> Iterator[str]:
     yield "| format | native | vLLM | TP 2 | LoRA |"
     yield "|---|---|---|---|---|"
     yield f"| float32 | [exact](../{GENERATION}) | [exact](../{VLLM_TESTS['exact'][0]}) | see above | see above |"
-    dense = f"[made dense](../{WEIGHTS})"
-    yield f"| FP8 in blocks of 128 x 128 | {dense} | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
     source = vllm_source("formats")
     dtypes: dict[str, str] = _constant(source, "DTYPES") if source is not None else {}
     with_adapters = vllm_source("LoRA of formats") is not None
     for name, title in _FORMATS.items():
         cell = f"[in {dtypes[name]}](../{VLLM_TESTS['formats'][0]})" if name in dtypes else _NOT_RUN
         lora = f"[LoRA](../{VLLM_TESTS['LoRA of formats'][0]})" if with_adapters and name in dtypes else _NOT_RUN
-        native = {"fp8": "made dense", "gptq": "native, act-order made dense"}.get(name, "native")
+        native = {"gptq": "native, act-order made dense"}.get(name, "native")
         yield f"| {title} | [{native}](../{FORMATS}) | {cell} | {_NOT_RUN} | {lora} |"
     yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
 

@@ -1,11 +1,12 @@
-"""Weights in bfloat16, int8 and int4 on our own engine, beside OpenVINO GenAI and llama.cpp with as few bits.
+"""Weights in bfloat16, int8, FP8 and int4 on our own engine, beside OpenVINO GenAI and llama.cpp with as few bits.
 
     python -m bench.engine.formats [--quick] [--threads 1 2] [--group 128] [--minutes 7]
     python -m bench.engine.formats --peers [--folder DIR]
 
-The Llama of 100 M random parameters, what `baton quantize --head` makes of it, and a GGUF file of it in Q4_K. Of each
-form and number of threads: output tokens per second of 1 and 8 sequences behind 128 tokens, and prompt tokens per
-second of a prompt of 1,024. Then the bytes of weights that a step reads, and how far logits are from those of bfloat16.
+The Llama of 100 M random parameters, what `baton quantize --head` makes of it, its rows in FP8, and a GGUF file of it
+in Q4_K. Of each form and number of threads: output tokens per second of 1 and 8 sequences behind 128 tokens, and prompt
+tokens per second of a prompt of 1,024. Then the bytes of weights that a step reads, and how far logits are from those
+of bfloat16.
 
 Each engine is a process. They take turns, and speeds stand beside those of our bfloat16 in the same round. A decoding
 rate is that of the tokens after the first, which a job of one token is timed for. No round begins that would end after
@@ -16,6 +17,7 @@ A table in Markdown goes to stderr. It has the reason where a peer could not be 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -25,6 +27,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from baton.checkpoints import hub
 from bench import models, report
@@ -44,6 +47,7 @@ PLAIN, GGUF = "bfloat16", "Q4_K"
 _CASES = (Case("decode 1", 1, 128, 48), Case("decode 8", 8, 128, 48), Case("prefill 1024", 1, 1_024, 1))
 TARGETS = {
     "int8, decode 1": 1.7, "int8, decode 8": 1.0, "int8, prefill 1024": 1.0,
+    "fp8, decode 1": 1.7, "fp8, decode 8": 1.0, "fp8, prefill 1024": 1.0,
     "int4, decode 1": 2.6, "int4, decode 8": 1.0, "int4, prefill 1024": 1.0,
 }  # fmt: skip
 """Of our own bfloat16."""
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     plain = models.directory(args.model)
     paths = {PLAIN: plain} | {form: _quantized(plain, form, args.group) for form in ("int8", "int4")}
+    paths["fp8"] = _in_fp8(plain)
     paths[GGUF] = hub.resolve(str(_gguf(plain, GGUF)))
     lacks: dict[str, str] = {}
     peers = _peers(plain, args.folder, lacks) if args.peers else {}
@@ -87,6 +92,25 @@ def _quantized(plain: Path, form: str, group: int) -> Path:
     if not folder.exists():
         report.say(f"quantizing to {form}")
         quantize(plain, folder, int(form.removeprefix("int")), group, True, lambda _: None)
+    return folder
+
+
+def _in_fp8(plain: Path) -> Path:
+    """Return the checkpoint with its products and its head in E4M3, and a scale for each row, made once."""
+    folder = models.cache() / f"{plain.name}-fp8"
+    if folder.exists():
+        return folder
+    raw, tensors = json.loads((plain / "config.json").read_text()), load_file(plain / "model.safetensors")
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])
+    for name in [name for name in tensors if "_proj." in name or name.startswith("lm_head.")]:
+        scale = (tensors[name].float().abs().amax(1, keepdim=True) / 448).bfloat16()
+        tensors |= {name: (tensors[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    raw |= {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized", **groups}}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(raw | {"tie_word_embeddings": False}))
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

@@ -58,6 +58,7 @@ extern "C" {
 struct Weight {
   const void* tiles;         // null: there is none
   int64_t bits;              // of a code; 0: words in the place of codes
+  int64_t floats;            // 1: codes are E4M3, and scales 256 times what they are
   int64_t group;             // inputs
   int64_t wide;              // 1: scales are float32, or else fp16
   int64_t minimums;          // 1: there are some, in float32
@@ -768,7 +769,9 @@ class Step {
     const auto one = [&](int64_t index, float* sums, const char* then) {
       const char* const tiles = tile_of(matrix, index);
       if (!matrix.weight.bits) return tile<T>(tiles, input, count, matrix.inputs / kWord<T>, sums, then, own.room, *own.tiles);
-      const auto multiply_codes = matrix.weight.bits == 4 ? code_tile<T, FourBits> : code_tile<T, EightBits>;
+      const auto multiply_codes = matrix.weight.bits == 4 ? code_tile<T, FourBits>
+                                  : matrix.weight.floats  ? code_tile<T, E4m3Bits>
+                                                          : code_tile<T, EightBits>;
       multiply_codes(matrix.weight, tiles, input, totals, count, matrix.inputs, sums, then, own.block, own.room, *own.tiles);
     };
     const int64_t second = t + tiles_of(matrix);

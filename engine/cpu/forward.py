@@ -44,7 +44,8 @@ _Double = ctypes.c_double
 
 class _Weight(ctypes.Structure):
     _fields_ = [
-        ("tiles", _Pointer), ("bits", _Count), ("group", _Count), ("wide", _Count), ("minimums", _Count),
+        ("tiles", _Pointer), ("bits", _Count), ("floats", _Count), ("group", _Count), ("wide", _Count),
+        ("minimums", _Count),
     ]  # fmt: skip
 
 
@@ -234,8 +235,9 @@ class NativeForward:
         one.keep_tiles()
         weight = _Weight(self._keep(one.tiles()))
         if isinstance(one, PackedGroups):
-            weight.bits, weight.group, weight.wide, weight.minimums = one.bits, one.group, one.wide, one.has_minimums
-            self.forms.add(f"int{one.bits}")
+            weight.bits, weight.floats, weight.group = one.bits, one.form == FP8, one.group
+            weight.wide, weight.minimums = one.wide, one.has_minimums
+            self.forms.add(one.form)
         return weight, self._float(linear.bias)
 
     def _float(self, tensor: torch.Tensor | None) -> int | None:

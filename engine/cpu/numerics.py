@@ -22,7 +22,7 @@ from engine.models.config import parse_spec
 from engine.models.linear import Dense, Grouped, Linear, Weight
 from engine.models.weights import LayerWeights, MlpWeights, ModelWeights
 from engine.step.batch import Chunk, TokenDraw, flatten
-from kvstore.layout import PageLayout
+from kvstore.layout import FP8, PageLayout
 
 VERSION = 2
 """Raised whenever the kernels make other bits of the same input."""
@@ -45,22 +45,22 @@ _CONFIG = {
 @functools.cache
 def probe(library: Library, forms: tuple[str, ...] = ()) -> str:
     """Return the class of the library's arithmetic on this machine. Takes some milliseconds. `forms` are those of the
-    model's products beside dense ones: "int8" and "int4"."""
+    model's products beside dense ones: "int8", "int4" and "fp8"."""
     digest = hashlib.blake2b(digest_size=4)
-    for bits in (0, *(int(form.removeprefix("int")) for form in forms)):
+    for form in ("", *forms):
         for dtype in (torch.bfloat16, torch.float32):
-            for result in _results(library, dtype, bits):
+            for result in _results(library, dtype, form):
                 digest.update(result.contiguous().view(torch.uint8).numpy().tobytes())
     return f"{'-'.join((f'native-{VERSION}', *forms))}/{digest.hexdigest()}"
 
 
-def _results(library: Library, dtype: torch.dtype, bits: int) -> list[torch.Tensor]:
+def _results(library: Library, dtype: torch.dtype, form: str) -> list[torch.Tensor]:
     """Logits and pages of a prompt of two segments, and of one token beside another sequence."""
     spec = parse_spec(_CONFIG)
     name = str(dtype).removeprefix("torch.")
     layout = PageLayout(_LAYERS, spec.num_kv_heads, spec.head_dim, _PAGE, name)
     pool = torch.zeros((_PAGES, *layout.shape), dtype=dtype)
-    forward = NativeForward(library, ThreadPool(library, 1), spec, _weights(dtype, bits), layout, pool)
+    forward = NativeForward(library, ThreadPool(library, 1), spec, _weights(dtype, form), layout, pool)
     tokens = [(7 * i + i // 3) % _VOCAB for i in range(540)]
     draw, results = TokenDraw(temperature=0), list[torch.Tensor]()
     prompt = Chunk(tokens, 0, range(35), draw)
@@ -72,8 +72,8 @@ def _results(library: Library, dtype: torch.dtype, bits: int) -> list[torch.Tens
     return [*results, pool]
 
 
-def _weights(dtype: torch.dtype, bits: int) -> ModelWeights:
-    """Of random numbers; products are dense, or in codes of so many bits."""
+def _weights(dtype: torch.dtype, form: str) -> ModelWeights:
+    """Of random numbers; products are dense, or in codes of a form."""
     maker, generator = PackedLinears(), _Numbers()
 
     def tensor(*shape: int) -> torch.Tensor:
@@ -81,9 +81,12 @@ def _weights(dtype: torch.dtype, bits: int) -> ModelWeights:
 
     def product(outputs: int, inputs: int) -> Weight:
         numbers = generator.draw((outputs, inputs))
-        if not bits:
+        if not form:
             return Dense(numbers.to(dtype), None)
+        bits = int(form[-1])
         codes = (numbers * 2**bits).floor().to(torch.int8)
+        if form == FP8:
+            codes = torch.where(codes & 127 == 127, 0, codes).view(torch.float8_e4m3fn)
         scale, minimum = generator.draw((2, outputs, inputs // 32)) * 2**-bits
         return Grouped(AffineGroups(codes, scale, minimum, bits), None, dtype)
 

@@ -8,15 +8,18 @@ i + 16, i + 32 and i + 48. Those for the first input are in its lower half, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
 from engine.checkpoint.formats.affine_groups import AffineGroups
 from engine.cpu import huge_pages
+from kvstore.layout import FP8
 
 TILE = 64
 """Outputs whose weights stand together."""
+_PART = 256  # what numbers of E4M3 are divided by, so that they are made by moving bits
 _GROUPS = (128, 64, 32, 16)
 """Sizes of groups that the kernels know."""
 
@@ -28,9 +31,11 @@ class PackedGroups:
         """On the device "meta" it is as large as it would be on a CPU."""
         self.bias, self.dtype = bias, dtype
         self.out_size, self.in_size = groups.codes.shape
-        self.bits = groups.bits
+        self.bits, self.form = groups.bits, FP8 if groups.floats else f"int{groups.bits}"
         self._groups: AffineGroups | None = groups
         split = split_groups(groups)
+        if groups.floats:
+            split = replace(split, codes=split.codes.view(torch.int8), scale=split.scale * _PART)
         self.group = split.group
         self.has_minimums = split.minimum is not None
         meta = split.scale.is_meta

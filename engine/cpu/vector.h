@@ -29,8 +29,8 @@
 // rows of bf16 beside each other. What is summed with those of 32 numbers is put in their order by `in_order` afterwards.
 //
 // to_floats converts whole numbers. Of codes that lie as `packed_groups.py` packs them, number(bits, codes, input, vector) is
-// what they say of the 16 outputs from 16 · `vector` on: exact numbers, from the middle of what the bits can say. And
-// decoded(T{}, bits, codes, step, vector) makes factors of those for a word of inputs.
+// what they say of the 16 outputs from 16 · `vector` on: exact numbers, from the middle of what the bits can say, or of e4m3
+// those divided by 256. And decoded(T{}, bits, codes, step, vector) makes factors of those for a word of inputs.
 //
 // transpose makes rows of 16 words columns.
 //
@@ -69,6 +69,7 @@ struct FourBits {
 struct EightBits {
   static constexpr int64_t kPairBytes = 128;
 };
+struct E4m3Bits : EightBits {};
 
 inline float sum_of(__m256 x) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -173,12 +173,12 @@ inline Floats load16(const int8_t* from, int64_t count) {
   return to_floats({_mm256_cvtepi8_epi32(codes), _mm256_cvtepi8_epi32(_mm_srli_si128(codes, 8))});
 }
 // As fp16, of which no number is too small, with an exponent that is 8 too low.
-inline Floats load16(const e4m3* from, int64_t count) {
-  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_bytes(from, count)), 7);
+inline Floats parts_of_256(__m128i codes) {
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
   const __m256i there = _mm256_and_si256(halves, _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
-  return Floats{_mm256_cvtph_ps(_mm256_castsi256_si128(there)), _mm256_cvtph_ps(_mm256_extracti128_si256(there, 1))} *
-         filled(256.0f);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(there)), _mm256_cvtph_ps(_mm256_extracti128_si256(there, 1))};
 }
+inline Floats load16(const e4m3* from, int64_t count) { return parts_of_256(load_bytes(from, count)) * filled(256.0f); }
 
 // As float32 with the lower half yet to be cut off; what is no number stays none.
 inline Words rounded(Floats x) {
@@ -223,6 +223,9 @@ inline Floats number(FourBits, const char* codes, int64_t input, int vector) {
 inline Floats number(EightBits, const char* codes, int64_t input, int vector) {
   const __m128i all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + input * kTileOutputs + vector * kLanes));
   return to_floats(Words{_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))});
+}
+inline Floats number(E4m3Bits, const char* codes, int64_t input, int vector) {
+  return parts_of_256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + input * kTileOutputs + vector * kLanes)));
 }
 
 // --- across lanes ----------------------------------------------------------------------------------------------------

@@ -101,10 +101,12 @@ inline Floats load16(const int8_t* from, int64_t count) {
 }
 
 // As fp16, of which no number is too small, with an exponent that is 8 too low.
+inline Floats parts_of_256(__m128i codes) {
+  const __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+  return {_mm512_cvtph_ps(_mm256_and_si256(halves, _mm256_set1_epi16(static_cast<int16_t>(0xbfff))))};
+}
 inline Floats load16(const e4m3* from, int64_t count) {
-  const __m256i halves = _mm256_cvtepi8_epi16(_mm_maskz_loadu_epi8(first_lanes(count).all, from));
-  const __m256i there = _mm256_and_si256(_mm256_slli_epi16(halves, 7), _mm256_set1_epi16(static_cast<int16_t>(0xbfff)));
-  return Floats{_mm512_cvtph_ps(there)} * filled(256.0f);
+  return parts_of_256(_mm_maskz_loadu_epi8(first_lanes(count).all, from)) * filled(256.0f);
 }
 
 inline __m256i rounded(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x.all); }
@@ -150,7 +152,11 @@ inline Words word_of(FourBits, const char* codes, int64_t step, int vector) {
   const __m512i lowest = _mm512_srlv_epi16(all, _mm512_set1_epi16(static_cast<int16_t>(4 * vector)));
   return {_mm512_permutexvar_epi16(lowest, table)};
 }
-inline Words word_of(EightBits bits, const char* codes, int64_t step, int vector) {
+inline Floats number(E4m3Bits, const char* codes, int64_t input, int vector) {
+  return parts_of_256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + input * kTileOutputs + vector * kLanes)));
+}
+template <class Bits>
+Words word_of(Bits bits, const char* codes, int64_t step, int vector) {
   const __m512i low = as_words(number(bits, codes, 2 * step, vector)).all;
   return {_mm512_or_si512(_mm512_srli_epi32(low, 16), as_words(number(bits, codes, 2 * step + 1, vector)).all)};
 }

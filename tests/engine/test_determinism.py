@@ -182,7 +182,9 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random, window: KvW
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *product([*RECIPES, "odd", "int8 of llama", "int4 of qwen3", "awq of phi3"], ["bfloat16", "float32"]),
+        *product(
+            [*RECIPES, "odd", "int8 of llama", "int4 of qwen3", "awq of phi3", "fp8 of llama"], ["bfloat16", "float32"]
+        ),
         *CODED,
         ("int8 of llama", "bfloat16, int8"),
     ],
@@ -236,7 +238,7 @@ def test_no_path_changes_a_bit_of_what_tokens_attend_to(
 
 
 @pytest.mark.technique("The same bits by every path")
-@pytest.mark.parametrize("name", ["llama", "int8 of llama", "int4 of qwen3"])
+@pytest.mark.parametrize("name", ["llama", "int8 of llama", "int4 of qwen3", "fp8 of llama"])
 @examples(8)
 @given(data=st.data())
 def test_the_order_of_tiles_is_the_same_without_them(name: str, data: st.DataObject, engines: Engines) -> None:

@@ -90,6 +90,15 @@ def test_an_engine_has_the_tokens_of_these_numbers(name: str, native: bool, quan
     assert ours.fingerprint != plain.fingerprint
 
 
+def test_the_last_blocks_of_fp8_may_be_smaller(tmp_path: Path):
+    path = quantized_checkpoints.make("fp8-blocks", tmp_path, **SIZES | {"hidden_size": 160, "intermediate_size": 192})
+    ours, meant = all_matrices(path), all_matrices(quantized_checkpoints.plain(path))
+    assert all(torch.equal(weight, meant[product]) for product, weight in ours.items())
+    prompt = prompt_of(60, seed=3)
+    expected, gaps = quantized_checkpoints.reference("fp8-blocks", path).generate(prompt, 40)
+    assert_same_tokens(generate(load(path), prompt, 40, [7, 30, 1]), expected, gaps)
+
+
 @pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 @pytest.mark.parametrize(
     ("name", "dtype", "numerics"),
@@ -97,6 +106,8 @@ def test_an_engine_has_the_tokens_of_these_numbers(name: str, native: bool, quan
         ("int8", "bfloat16", "native-2-int8/"),
         ("int4", "float32", "native-2-int4/"),
         ("awq", "bfloat16", "native-2-int4/"),
+        ("fp8", "float32", "native-2-fp8/"),
+        ("fp8-blocks", "bfloat16", "native-2-fp8/"),
         ("gptq-act-order", "bfloat16", "native-2/"),  # its inputs would have to be put in another order
         ("int4", "float16", "torch-"),
     ],
@@ -140,7 +151,7 @@ def test_each_tensor_must_be_there_and_have_its_shape(name: str, quantized: Quan
 
 
 def no_number(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * float("nan")
+    return (tensor.float() * float("nan")).to(tensor.dtype)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +164,9 @@ def no_number(tensor: torch.Tensor) -> torch.Tensor:
         ("int4", "weight_packed", lambda codes: codes.float(), "is F32; known: I32"),
         ("int8", "weight_scale", no_number, "no finite"),
         ("fp8", "weight_scale", no_number, "no finite"),
+        ("fp8", "weight", no_number, "no numbers"),
+        ("fp8-blocks", "weight", no_number, "no numbers"),
+        ("fp8-blocks", "weight_scale_inv", no_number, "no finite"),
         ("gptq", "scales", no_number, "no finite"),
         ("awq", "scales", no_number, "no finite"),
     ],

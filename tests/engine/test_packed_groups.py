@@ -33,15 +33,19 @@ class Shape(NamedTuple):
     unsigned: bool
     minimums: bool
     wide: bool  # scales that float16 can't hold
+    floats: bool = False
 
     def matrix(self, seed: int) -> AffineGroups:
         generator = torch.Generator().manual_seed(seed)
         least, most = (0, 1 << self.bits) if self.unsigned else (-(1 << self.bits - 1), 1 << self.bits - 1)
         codes = torch.randint(least, most, (self.outputs, self.group * self.groups), generator=generator)
+        if self.floats:
+            codes = codes.where(codes & 127 != 127, 0).to(torch.uint8).view(torch.float8_e4m3fn)
         scale = torch.randn(self.outputs, self.groups, generator=generator)
         scale = scale if self.wide else scale.half().float()
         minimum = torch.randn(self.outputs, self.groups, generator=generator) if self.minimums else None
-        return AffineGroups(codes.to(torch.uint8 if self.unsigned else torch.int8), scale, minimum, self.bits)
+        whole = codes if self.floats else codes.to(torch.uint8 if self.unsigned else torch.int8)
+        return AffineGroups(whole, scale, minimum, self.bits)
 
 
 shapes = st.builds(
@@ -53,6 +57,18 @@ shapes = st.builds(
     unsigned=st.booleans(),
     minimums=st.booleans(),
     wide=st.booleans(),
+    floats=st.just(False),
+)
+shapes |= st.builds(
+    Shape,
+    outputs=st.integers(1, 200),
+    group=st.sampled_from([16, 48, 64, 256]),
+    groups=st.integers(1, 5),
+    bits=st.just(8),
+    unsigned=st.just(True),
+    minimums=st.just(False),
+    wide=st.booleans(),
+    floats=st.just(True),
 )
 
 

@@ -88,41 +88,6 @@ def test_the_fingerprint_is_that_of_the_content_not_of_the_files(sharded: Path, 
     assert load(sharded).fingerprint == before
 
 
-def quantized(path: Path, dense: Path, folder: Path) -> tuple[Path, Path]:
-    """The layers' products of a checkpoint in blocks of FP8, and the same numbers as a plain checkpoint."""
-    tensors, plain = load_file(path / "model.safetensors"), load_file(path / "model.safetensors")
-    for name in [name for name in tensors if "_proj." in name]:
-        weight = tensors[name]
-        scales = torch.rand(tuple(-(-size // 128) for size in weight.shape)) * 0.01 + 0.001
-        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0], : weight.shape[1]]
-        tensors[name] = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = scales
-        plain[name] = tensors[name].float() * spread
-    for into, content in ((folder, tensors), (dense, plain)):
-        shutil.copytree(path, into)
-        save_file(content, into / "model.safetensors")
-    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    edit(folder / "config.json", {"quantization_config": fp8})
-    return folder, dense
-
-
-@pytest.mark.parametrize("name", ["wide-llama", "wide-phi3"])
-def test_blocks_of_fp8_are_the_numbers_they_stand_for(name: str, checkpoint: Checkpoints, tmp_path: Path):
-    fp8, dense = quantized(checkpoint(name), tmp_path / "dense", tmp_path / "fp8")
-    ours, plain = load(fp8, num_pages=9), load(dense, num_pages=9)
-    chunk = Chunk(list(range(3, 120)), 0, range(9), TokenDraw(temperature=0, logprobs=5))
-    assert ours.step([chunk]) == plain.step([chunk])
-    assert torch.equal(ours.pool, plain.pool)
-    assert ours.fingerprint != plain.fingerprint
-
-
-def test_fp8_without_its_scales(checkpoint: Checkpoints, tmp_path: Path):
-    fp8, _ = quantized(checkpoint("wide-llama"), tmp_path / "dense", tmp_path / "fp8")
-    rewrite(fp8, {"model.layers.0.mlp.up_proj.weight_scale_inv": None})
-    with pytest.raises(CorruptWeights, match=r"up_proj\.weight_scale_inv"):
-        load(fp8)
-
-
 def test_a_prefill_worker_keeps_no_head(checkpoint: Checkpoints):
     weights = load(checkpoint("llama-sharded"), head=False)._model._weights
     assert weights.head is None

@@ -91,6 +91,14 @@ def _fp8_rows(x: torch.Tensor) -> torch.Tensor:
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
+def _fp8_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """One scale for each block of 128 x 128, of which the last ones are smaller."""
+    scale = torch.nn.functional.max_pool2d(weight.abs()[None], 128, ceil_mode=True)[0] / 448
+    spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : weight.shape[1]]
+    codes = (weight / spread).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scale}, codes.float() * spread
+
+
 def _grouped(weight: torch.Tensor, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """4-bit codes [in, out], and scales and zeros [groups, out]."""
     columns = weight.T.reshape(-1, _GROUP, len(weight))  # [groups, group, out]
@@ -213,6 +221,7 @@ _GPTQ: Mapping[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": _GR
 FORMATS: Mapping[str, Format] = {
     "int8": Format(_compressed("int", "int-quantized"), _int8, _int8_rows),
     "fp8": Format(_compressed("float", "float-quantized"), _fp8, _fp8_rows),
+    "fp8-blocks": Format({"quant_method": "fp8", "weight_block_size": [128, 128]}, _fp8_blocks),
     "int8-groups": Format(_in_groups(8, "int-quantized"), _int8_groups),
     "int4": Format(_in_groups(4, "pack-quantized"), _int4),
     "int4-zeros": Format(

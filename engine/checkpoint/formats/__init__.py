@@ -1,4 +1,4 @@
-"""How checkpoints store the matrices of their layers, and how each way becomes numbers: dense ones, or integers in
+"""How checkpoints store the matrices of their layers, and how each way becomes numbers: dense ones, or codes in
 groups (`affine_groups`).
 
 A new format is one file here and its name below. Norms, embedding, output head and routers are stored plain in all.

@@ -1,6 +1,6 @@
-"""The normal form of weights in 8 and 4 bits: integers, and a scale and perhaps a minimum for each group of inputs.
+"""The normal form of weights in 8 and 4 bits: integers or FP8, a scale and perhaps a minimum for each group of inputs.
 
-All formats of integers become this form when they are loaded, so there is one kernel and one oracle for them: `dense`.
+All such formats become this form when they are loaded, so there is one kernel and one oracle for them: `dense`.
 """
 
 # pyright: strict
@@ -23,7 +23,7 @@ class AffineGroups:
     another, or `group_of` says which group an input is of.
     """
 
-    codes: torch.Tensor  # [out, in], int8 or uint8
+    codes: torch.Tensor  # [out, in], int8, uint8 or float8_e4m3fn
     scale: torch.Tensor  # [out, groups], float32
     minimum: torch.Tensor | None  # likewise
     bits: int  # of a code: 4 or 8
@@ -45,6 +45,11 @@ class AffineGroups:
             signed = (codes.to(torch.int16) - (1 << bits - 1)).to(torch.int8)
             return cls(signed, scale, None, bits, group_of)
         return cls(codes.to(torch.uint8), scale, -zeros.float() * scale, bits, group_of)
+
+    @property
+    def floats(self) -> bool:
+        """Whether codes are numbers of E4M3."""
+        return self.codes.dtype == torch.float8_e4m3fn
 
     @property
     def group(self) -> int:
@@ -115,6 +120,13 @@ def checked_groups(name: str, group_of: torch.Tensor, groups: int, group: int) -
         raise CorruptWeights(f"{name} puts more than {most} inputs into a group; fetch the checkpoint again")
     follow = torch.arange(len(group_of)) // most
     return regular(len(group_of), group) if torch.equal(group_of, follow) else group_of
+
+
+def checked_floats(name: str, codes: torch.Tensor) -> torch.Tensor:
+    """Return codes of E4M3. Raises CorruptWeights, naming the tensor, if one is no number."""
+    if not codes.is_meta and bool((codes.view(torch.int8) & 127 == 127).any()):
+        raise CorruptWeights(f"{name} has codes that are no numbers; fetch the checkpoint again")
+    return codes
 
 
 def checked_scale(name: str, scale: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from msgspec import Struct, convert
 from baton.errors import CorruptWeights, UnsupportedModel
 from engine.checkpoint.formats.affine_groups import (
     AffineGroups,
+    checked_floats,
     checked_groups,
     checked_scale,
     group_count,
@@ -122,7 +123,7 @@ class CompressedTensors:
         groups = group_count(columns, spec.group)
         scale = checked_scale(f"{name}.weight_scale", part("weight_scale", *FLOATS)).expand(rows, groups)
         if self._float:
-            return part("weight", torch.float8_e4m3fn).float() * scale
+            return AffineGroups(checked_floats(f"{name}.weight", part("weight", torch.float8_e4m3fn)), scale, None, 8)
         group_of = regular(columns, spec.group)
         if spec.act_order:
             place = f"{name}.weight_g_idx"

@@ -1,11 +1,11 @@
 """FP8 with one scale for each block of 128 x 128, as DeepSeek and Qwen publish it: `quant_method` "fp8".
 
-A matrix is `name.weight` in float8_e4m3fn and `name.weight_scale_inv`, what each block is multiplied with. It is made
-dense when it is loaded: that saves the disk and the network, and no memory.
+A matrix is `name.weight` in float8_e4m3fn and `name.weight_scale_inv`, what each block is multiplied with.
 """
 
 # pyright: strict
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from msgspec import Struct, convert
 
 from baton.errors import UnsupportedModel
-from engine.checkpoint.formats.affine_groups import checked_scale
+from engine.checkpoint.formats.affine_groups import AffineGroups, checked_floats, checked_scale
 from engine.checkpoint.formats.format import FLOATS, Shape, Take
 from engine.spec import WeightSpec
 
@@ -42,13 +42,14 @@ class Fp8Block:
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
         return {f"{name}.weight": shape, f"{name}.weight_scale_inv": _blocks(shape)}
 
-    def read(self, name: str, shape: Shape, take: Take) -> torch.Tensor:
+    def read(self, name: str, shape: Shape, take: Take) -> AffineGroups:
         rows, columns = shape
-        weight = take(f"{name}.weight", shape, (torch.float8_e4m3fn,)).float()
+        codes = checked_floats(f"{name}.weight", take(f"{name}.weight", shape, (torch.float8_e4m3fn,)))
+        group = math.gcd(columns, BLOCK)  # the last block of a row may have less inputs
         place = f"{name}.weight_scale_inv"
         scales = checked_scale(place, take(place, _blocks(shape), FLOATS))
-        scales = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-        return weight * scales
+        scales = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK // group, 1)[:, : columns // group]
+        return AffineGroups(codes, scales, None, 8)
 
 
 def _blocks(shape: Shape) -> Shape:
