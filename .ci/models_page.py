@@ -352,8 +352,7 @@ def _format_rows() -> Iterator[str]:
     for name, title in _FORMATS.items():
         cell = f"[in {dtypes[name]}](../{VLLM_TESTS['formats'][0]})" if name in dtypes else _NOT_RUN
         lora = f"[LoRA](../{VLLM_TESTS['LoRA of formats'][0]})" if with_adapters and name in dtypes else _NOT_RUN
-        native = {"gptq": "native, act-order made dense"}.get(name, "native")
-        yield f"| {title} | [{native}](../{FORMATS}) | {cell} | {_NOT_RUN} | {lora} |"
+        yield f"| {title} | [native](../{FORMATS}) | {cell} | {_NOT_RUN} | {lora} |"
     yield f"| MXFP4 (gpt-oss as published) | [refused](../{CONFIG}) | {_NOT_RUN} | {_NOT_RUN} | {_NOT_RUN} |"
 
 

@@ -62,6 +62,7 @@ struct Weight {
   int64_t group;             // inputs
   int64_t wide;              // 1: scales are float32, or else fp16
   int64_t minimums;          // 1: there are some, in float32
+  const int32_t* order;      // [inputs]: which of a row's numbers each input is; null: they follow one another
 };
 
 struct Expert {
@@ -105,6 +106,7 @@ struct Model {
   const Layer* layer;        // [layers]
   char* pool;                // [pages][kv_heads][layers] parts, as `Shape` says
   int64_t element, fp8;      // as `Shape` says
+  int64_t ordered;           // the most inputs of a product that has an order
 };
 
 struct Batch {
@@ -542,7 +544,7 @@ class Step {
     activated_ = carve.take<T>(std::max(rows * m.inner, routed * m.expert_inner));
     likely_ = carve.take<float>(rows * round_up(m.most_experts, kTile));
     chosen_ = carve.take<Choice>(routed);
-    row_of_ = carve.take<int64_t>(routed);
+    arranged_ = carve.take<T>(std::max(rows, least(samples, kFewRows)) * m.ordered);
     begin_of_ = carve.take<int64_t>(m.most_experts + 1);
     busy_ = carve.take<int64_t>(m.most_experts);
     gathered_ = carve.take<T>(routed * m.hidden);
@@ -581,7 +583,6 @@ class Step {
       Tiles tiles;
       own_[thread].tiles = &tiles;
       multiply_head(thread);
-      meet();
       if (thread == 0) choose();
     });
   }
@@ -619,7 +620,6 @@ class Step {
     }
     if (!draws || !b.logits || !b.sample_count) return;
     multiply_head(thread);
-    meet();
     if (thread == 0) choose();
   }
 
@@ -739,6 +739,13 @@ class Step {
   void multiply(const Matrix& matrix, const T* x, int64_t rows, const Matrix& after, int thread, const Done& done) {
     const int64_t tiles = tiles_of(matrix);
     own_[thread].totalled = nullptr;
+    if (matrix.weight.order) {
+      const Range own = share(rows, thread, threads_);
+      for (int64_t row = own.first; row < own.last; ++row)
+        arrange(x + row * matrix.inputs, matrix.weight.order, arranged_ + row * matrix.inputs, matrix.inputs);
+      x = arranged_;  // which is read until the next meeting
+      meet();
+    }
     const auto one = [&](int64_t t, int64_t first, int64_t count, const char* next) {
       multiply_tile(matrix, t, x, first, count, next, thread, done);
     };
@@ -753,6 +760,11 @@ class Step {
       const Range part = share(rows, static_cast<int>(index % cuts), static_cast<int>(cuts));
       one(index / cuts, part.first, part.last - part.first, tile_of(matrix, (index + threads_) / cuts % tiles));
     });
+  }
+
+  static void arrange(const T* from, const int32_t* order, T* to, int64_t count) {
+    if (!order) std::memcpy(to, from, count * sizeof(T));
+    for (int64_t i = 0; order && i < count; ++i) to[i] = from[order[i]];
   }
 
   template <class Done>
@@ -825,14 +837,15 @@ class Step {
                  store16(likely_ + (first + row) * wide + column, load16(sums + row * kTile));
              });
     meet();
-    const Range own = share(rows, thread, threads_), slots = share(routed, thread, threads_);
+    const Range own = share(rows, thread, threads_), choices = share(routed, thread, threads_);
     for (int64_t row = own.first; row < own.last; ++row)
       choose_experts(layer, likely_ + row * wide, chosen_ + row * layer.top_k);
     meet();
     if (thread == 0) sort_by_expert(layer, routed);
     meet();
-    for (int64_t slot = slots.first; slot < slots.last; ++slot)
-      std::memcpy(gathered_ + slot * m.hidden, normed + row_of_[slot] * m.hidden, m.hidden * sizeof(T));
+    for (int64_t i = choices.first; i < choices.last; ++i)
+      arrange(normed + i / layer.top_k * m.hidden, layer.experts[chosen_[i].expert].gate_up.order,
+              gathered_ + chosen_[i].slot * m.hidden, m.hidden);
     meet();
     multiply_experts(m.expert_inner, m.hidden, gathered_, thread, activates(nullptr, m.expert_inner), [&](int64_t expert) {
       return Matrix{layer.experts[expert].gate_up, m.expert_inner, m.hidden, true};
@@ -886,10 +899,7 @@ class Step {
       if (begin_of_[expert + 1]) busy_[busy_count_++] = expert;
       begin_of_[expert + 1] += begin_of_[expert];
     }
-    for (int64_t i = 0; i < routed; ++i) {
-      chosen_[i].slot = begin_of_[chosen_[i].expert]++;
-      row_of_[chosen_[i].slot] = i / layer.top_k;
-    }
+    for (int64_t i = 0; i < routed; ++i) chosen_[i].slot = begin_of_[chosen_[i].expert]++;
     std::copy_backward(begin_of_, begin_of_ + layer.expert_count, begin_of_ + layer.expert_count + 1);
     begin_of_[0] = 0;
   }
@@ -1045,6 +1055,7 @@ class Step {
                [&](int64_t column, int64_t, int64_t count, const float* sums, const float*) {
                  for (int64_t row = 0; row < count; ++row) keep_logits(from + row, column, sums + row * kTile, own);
                });
+      meet();
     }
   }
 
@@ -1084,6 +1095,7 @@ class Step {
   float* x_;       // [rows][hidden], the residual stream
   float* picked_;  // likewise of a block's sample rows
   T* normed_;      // [rows of a block][hidden]
+  T* arranged_;    // [rows of a block][ordered]: inputs of a product in its order
   float* qkv_;     // [rows of a block][qkv_size_]
   T* queries_;     // of each run in turn [kv_heads][its rows][group][padded]
   float* added_;   // [rows of a block][hidden]: a product that is normed before it is added
@@ -1093,7 +1105,7 @@ class Step {
   T* activated_;   // [rows of a block][inner]
   float* likely_;    // [rows of a block][experts]: how the router likes them
   Choice* chosen_;   // [rows of a block][top_k], by number
-  int64_t *row_of_, *begin_of_;  // of each slot, and the first slot of each expert
+  int64_t* begin_of_;  // the first slot of each expert
   int64_t* busy_;    // the experts that have slots
   T* gathered_;      // [slots][hidden]: their input
   float* made_;      // [slots][hidden]: and output

@@ -45,7 +45,7 @@ _Double = ctypes.c_double
 class _Weight(ctypes.Structure):
     _fields_ = [
         ("tiles", _Pointer), ("bits", _Count), ("floats", _Count), ("group", _Count), ("wide", _Count),
-        ("minimums", _Count),
+        ("minimums", _Count), ("order", _Pointer),
     ]  # fmt: skip
 
 
@@ -71,7 +71,7 @@ class _Model(ctypes.Structure):
         ("expert_inner", _Count), ("norm_eps", _Double), ("embedding_scale", _Double),
         ("attention_scale", _Double), ("embedding", _Pointer), ("frequencies", _Pointer), ("rope_factors", _Pointer),
         ("norm", _Pointer), ("head", _Weight), ("layer", _Pointer), ("pool", _Pointer),
-        ("element", _Count), ("fp8", _Count),
+        ("element", _Count), ("fp8", _Count), ("ordered", _Count),
     ]  # fmt: skip
 
 
@@ -110,6 +110,7 @@ class NativeForward:
         self._dtype = weights.embedding.dtype
         self._has_head = weights.head is not None
         self.forms = set[str]()  # of products that are not dense
+        self._ordered = 0  # the most inputs of a product that has them in another order
         self._references: list[object] = [weights, pool]  # whatever C++ has pointers to
         self._model = self._describe(config, weights, layout, pool)
         self._model_at = ctypes.byref(self._model)
@@ -201,7 +202,7 @@ class NativeForward:
             float(torch.tensor(config.embedding_scale, dtype=self._dtype)), config.attention_scale,
             self._keep(weights.embedding), self._keep(frequencies),
             self._keep(torch.tensor([rope.attention_factor for rope in ropes])), self._float(weights.norm), head,
-            ctypes.addressof(layers), self._keep(pool), pool.element_size(), layout.dtype == FP8,
+            ctypes.addressof(layers), self._keep(pool), pool.element_size(), layout.dtype == FP8, self._ordered,
         )  # fmt: skip
 
     def _describe_layer(self, layer: LayerWeights) -> _Layer:
@@ -237,6 +238,8 @@ class NativeForward:
         if isinstance(one, PackedGroups):
             weight.bits, weight.floats, weight.group = one.bits, one.form == FP8, one.group
             weight.wide, weight.minimums = one.wide, one.has_minimums
+            if one.order is not None:
+                weight.order, self._ordered = self._keep(one.order), max(self._ordered, one.in_size)
             self.forms.add(one.form)
         return weight, self._float(linear.bias)
 

@@ -33,7 +33,10 @@ class PackedGroups:
         self.out_size, self.in_size = groups.codes.shape
         self.bits, self.form = groups.bits, FP8 if groups.floats else f"int{groups.bits}"
         self._groups: AffineGroups | None = groups
-        split = split_groups(groups)
+        in_turn, order = groups.in_turn()
+        self.order = None if order is None else order.int()
+        """Which input each column of the tiles is for; None: they follow one another."""
+        split = split_groups(in_turn)
         if groups.floats:
             split = replace(split, codes=split.codes.view(torch.int8), scale=split.scale * _PART)
         self.group = split.group
@@ -49,7 +52,7 @@ class PackedGroups:
 
     @property
     def nbytes(self) -> int:
-        return self._tiles.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return sum(part.nbytes for part in (self._tiles, self.bias, self.order) if part is not None)
 
     def tiles(self) -> torch.Tensor:
         return self._tiles
@@ -62,7 +65,8 @@ class PackedGroups:
 
 def knows(groups: AffineGroups) -> bool:
     """Whether the kernels know such groups."""
-    return groups.group_of is None and _size(groups) is not None
+    of = groups.group_of
+    return _size(groups) is not None and (of is None or bool((of.bincount() == groups.group).all()))
 
 
 def split_groups(groups: AffineGroups) -> AffineGroups:

@@ -88,6 +88,10 @@ class PackedLinears:
 
     def mlp(self, gate: Weight, up: Weight, down: Weight) -> tuple[Packed, Packed]:
         if gate.weight.shape[0] % TILE == 0:
+            if isinstance(down, Grouped):
+                in_turn, order = down.weight.in_turn()
+                if order is not None:  # gate and up make their outputs in that order
+                    gate, up, down = gate.rows(order), up.rows(order), down._replace(weight=in_turn)
             return self.linear(stacked([gate, up])), self.linear(down)
         gate, up, down = densified(gate), densified(up), densified(down)
         gate, up = (Dense(_whole_tiles(part.weight, 0), _padded_bias(part.bias)) for part in (gate, up))

@@ -22,6 +22,10 @@ class Dense(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
 
+    def rows(self, which: slice | torch.Tensor) -> "Dense":
+        """Return the product with some of the outputs."""
+        return Dense(self.weight[which], None if self.bias is None else self.bias[which])
+
 
 class Grouped(NamedTuple):
     """The same in 8 or 4 bits, for products in `dtype`."""
@@ -32,6 +36,10 @@ class Grouped(NamedTuple):
 
     def dense(self) -> Dense:
         return Dense(self.weight.dense().to(self.dtype), self.bias)
+
+    def rows(self, which: slice | torch.Tensor) -> "Grouped":
+        """As `Dense.rows`."""
+        return Grouped(self.weight[which], None if self.bias is None else self.bias[which], self.dtype)
 
 
 Weight: TypeAlias = Dense | Grouped

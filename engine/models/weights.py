@@ -403,11 +403,7 @@ class _Assembly:
                 return whole
             before = list(matrix.rows)
             first = sum(matrix.rows[each] for each in before[: before.index(one)])
-            rows = slice(first, first + matrix.rows[one])
-            bias = None if whole.bias is None else whole.bias[rows]
-            if isinstance(whole, Grouped):
-                return Grouped(whole.weight[rows], bias, whole.dtype)
-            return Dense(whole.weight[rows], bias)
+            return whole.rows(slice(first, first + matrix.rows[one]))
 
         return product
 

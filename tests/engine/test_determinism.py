@@ -187,6 +187,7 @@ def mixed(engine: Engine, tokens: Sequence[int], rng: random.Random, window: KvW
         ),
         *CODED,
         ("int8 of llama", "bfloat16, int8"),
+        ("gptq-act-order of llama", "bfloat16"),
     ],
 )
 @examples(24)

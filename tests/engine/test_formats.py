@@ -99,6 +99,15 @@ def test_the_last_blocks_of_fp8_may_be_smaller(tmp_path: Path):
     assert_same_tokens(generate(load(path), prompt, 40, [7, 30, 1]), expected, gaps)
 
 
+@pytest.mark.parametrize("inner", [128, 96])
+@pytest.mark.parametrize("name", ["gptq-act-order", "fp8-blocks"])
+def test_experts_have_the_tokens_of_their_numbers(name: str, inner: int, tmp_path: Path):
+    path = quantized_checkpoints.make(name, tmp_path, "qwen3-moe", **SIZES, moe_intermediate_size=inner)
+    prompt = prompt_of(60, seed=3)
+    expected, gaps = quantized_checkpoints.reference(name, path).generate(prompt, 40)
+    assert_same_tokens(generate(load(path), prompt, 40, [7, 30, 1]), expected, gaps)
+
+
 @pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
 @pytest.mark.parametrize(
     ("name", "dtype", "numerics"),
@@ -108,7 +117,7 @@ def test_the_last_blocks_of_fp8_may_be_smaller(tmp_path: Path):
         ("awq", "bfloat16", "native-2-int4/"),
         ("fp8", "float32", "native-2-fp8/"),
         ("fp8-blocks", "bfloat16", "native-2-fp8/"),
-        ("gptq-act-order", "bfloat16", "native-2/"),  # its inputs would have to be put in another order
+        ("gptq-act-order", "bfloat16", "native-2-int4/"),
         ("int4", "float16", "torch-"),
     ],
 )

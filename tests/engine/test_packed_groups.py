@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint.formats.affine_groups import AffineGroups
+from engine.checkpoint.formats.affine_groups import AffineGroups, stacked
 from engine.cpu import build, numerics
 from engine.cpu.forward import NativeForward
 from engine.cpu.packed_groups import PackedGroups, knows
@@ -34,6 +34,7 @@ class Shape(NamedTuple):
     minimums: bool
     wide: bool  # scales that float16 can't hold
     floats: bool = False
+    ordered: bool = False
 
     def matrix(self, seed: int) -> AffineGroups:
         generator = torch.Generator().manual_seed(seed)
@@ -45,7 +46,8 @@ class Shape(NamedTuple):
         scale = scale if self.wide else scale.half().float()
         minimum = torch.randn(self.outputs, self.groups, generator=generator) if self.minimums else None
         whole = codes if self.floats else codes.to(torch.uint8 if self.unsigned else torch.int8)
-        return AffineGroups(whole, scale, minimum, self.bits)
+        group_of = torch.arange(codes.shape[1])[torch.randperm(codes.shape[1], generator=generator)] // self.group
+        return AffineGroups(whole, scale, minimum, self.bits, group_of if self.ordered else None)
 
 
 shapes = st.builds(
@@ -58,6 +60,7 @@ shapes = st.builds(
     minimums=st.booleans(),
     wide=st.booleans(),
     floats=st.just(False),
+    ordered=st.booleans(),
 )
 shapes |= st.builds(
     Shape,
@@ -125,7 +128,9 @@ def test_groups_that_no_kernel_knows():
     odd = AffineGroups(torch.ones(4, 24, dtype=torch.int8), torch.ones(4, 3), None, 8)
     assert not knows(odd)
     ordered = AffineGroups(torch.ones(4, 32, dtype=torch.int8), torch.ones(4, 2), None, 8, torch.arange(32) % 2)
-    assert not knows(ordered)
+    assert knows(ordered)
+    assert not knows(replace(ordered, group_of=torch.arange(32) // 20))
+    assert stacked([ordered, replace(ordered, group_of=torch.arange(32) // 16)]) is None
     assert knows(AffineGroups(odd.codes[:, :16], odd.scale[:, :1], None, 8))
 
 

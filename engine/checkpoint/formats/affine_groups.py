@@ -60,9 +60,16 @@ class AffineGroups:
     def shape(self) -> torch.Size:
         return self.codes.shape
 
-    def __getitem__(self, rows: slice) -> AffineGroups:
+    def __getitem__(self, rows: slice | torch.Tensor) -> AffineGroups:
         minimum = None if self.minimum is None else self.minimum[rows]
         return AffineGroups(self.codes[rows], self.scale[rows], minimum, self.bits, self.group_of)
+
+    def in_turn(self) -> tuple[AffineGroups, torch.Tensor | None]:
+        """Return the matrix with its inputs sorted by group, and which input each of these is; None: they were."""
+        if self.group_of is None:
+            return self, None
+        order = self.group_of.argsort(stable=True)
+        return AffineGroups(self.codes[:, order], self.scale, self.minimum, self.bits), order
 
     def dense(self) -> torch.Tensor:
         """Return the matrix in float32. It is exact if scales have no more than 16 bits."""
@@ -82,11 +89,15 @@ def stacked(parts: Sequence[AffineGroups]) -> AffineGroups | None:
         alike = (one.bits, one.codes.dtype, one.scale.shape[1], one.minimum is None)
         if alike != (first.bits, first.codes.dtype, first.scale.shape[1], first.minimum is None):
             return None
-    if any(one.group_of is not None for one in parts):
-        return None
+        if not _same(one.group_of, first.group_of):
+            return None
     codes, scale = torch.cat([one.codes for one in parts]), torch.cat([one.scale for one in parts])
     minimums = [one.minimum for one in parts if one.minimum is not None]
-    return AffineGroups(codes, scale, torch.cat(minimums) if minimums else None, first.bits)
+    return AffineGroups(codes, scale, torch.cat(minimums) if minimums else None, first.bits, first.group_of)
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def group_count(inputs: int, group: int) -> int:
