@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
-from baton.futures import looked_at
 from baton.messages import TOKEN_BYTES
 from router.events import RequestEnded
 from router.frontend.api.errors import error_response
@@ -32,13 +31,10 @@ from router.frontend.output_stream import Output, merged
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
 _ENCODED_AT_ONCE = 500  # members of a list
+_ENCODED_WHOLE = 2_000  # bytes of a response, about, up to which it is encoded at once
 _SCORED_BYTES = 64  # of a response, for each log-probability
 STATUS_SECONDS = 0.5  # in which a request that is refused has a status of its own
 ALIVE_SECONDS = 10.0  # without an event, after which a stream shows that it lives: proxies close quiet connections
-
-
-class ConnectionClosed(Exception):
-    """The client has closed its connection."""
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
@@ -87,35 +83,37 @@ class _GeneratedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and cancel whatever has not ended."""
+        connected = asyncio.timeout(None)
+        watching = asyncio.create_task(self._watch(receive, connected))
         try:
-            await self._while_connected(self._answer(scope, receive, send), receive)
-        except ConnectionClosed:
+            async with connected:
+                await self._answer(scope, receive, send)
+        except TimeoutError:
+            if not connected.expired():
+                raise
             scope.get("state", {}).get("abort", _nothing)()
         finally:
+            watching.cancel()
             for generation in self.generations:
                 generation.close()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
 
-    async def _while_connected(self, work: Any, receive: Receive) -> None:
-        """Do the work. Raises ConnectionClosed if the client closes its connection, or reads nothing after the end."""
-        working, gone = asyncio.create_task(work), asyncio.create_task(disconnected(receive))
-        working.add_done_callback(looked_at)
+    async def _watch(self, receive: Receive, connected: asyncio.Timeout) -> None:
+        """End the answer when the client closes its connection, or reads nothing after the end."""
         before = None
-        try:
-            while not working.done():
-                await asyncio.wait({working, gone}, timeout=self._linger, return_when=asyncio.FIRST_COMPLETED)
-                streams = [generation.stream for generation in self.generations]
-                now = [(stream.ended, stream.reads) for stream in streams]
-                stuck = now == before and all(stream.ended for stream in streams)
-                if not working.done() and (gone.done() or stuck):
-                    raise ConnectionClosed
+        while True:
+            try:
+                async with asyncio.timeout(self._linger):
+                    await disconnected(receive)
+                break
+            except TimeoutError:
+                now = [(one.stream.ended, one.stream.reads) for one in self.generations]
+                if now == before and all(ended for ended, _ in now):
+                    break
                 before = now
-            working.result()
-        finally:
-            working.cancel()
-            gone.cancel()
+        connected.reschedule(0.0)
 
     async def _outputs(self) -> AsyncIterator[tuple[Choice, Output | RequestEnded]]:
         """Yield what comes of each choice, as it comes. Raises BatonError when one of them fails."""
@@ -148,7 +146,8 @@ class WholeResponse(_GeneratedResponse):
                 else:
                     choice.finish()
             size = sum(map(_size, self.builder.choices))
-            body = await self._apart(size, lambda: b"".join(json_pieces(self.builder.whole())))
+            encoded = msgspec.json.encode if size < _ENCODED_WHOLE else lambda whole: b"".join(json_pieces(whole))
+            body = await self._apart(size, lambda: encoded(self.builder.whole()))
             response = Response(body, media_type=_JSON)
         except BatonError as error:
             response = error_response(error, self.builder.failed)
