@@ -12,19 +12,19 @@ import logging
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
 
 import baton
-from baton.config import ApiConfig
+from baton.config import ApiConfig, Repair
 from baton.errors import (
     BatonError,
     DeadlineExpired,
@@ -53,7 +53,7 @@ from router.frontend.api.batch_store import BatchStore
 from router.frontend.api.batches import BatchRoutes
 from router.frontend.api.dashboard import DashboardRoutes
 from router.frontend.api.errors import ErrorBody, error_response, json_response
-from router.frontend.api.gates import ADAPTER_PATHS, BodyReader, KeyGate, behind_site_gate, request_name
+from router.frontend.api.gates import ADAPTER_PATHS, BodyReader, Headers, KeyGate, behind_site_gate, request_name
 from router.frontend.api.model_cards import ModelCards, is_anthropic
 from router.frontend.api.openai_chat import ChatBuilder, ChatCompletionRequest
 from router.frontend.api.openai_completions import CompletionBuilder, CompletionRequest
@@ -79,6 +79,7 @@ from router.frontend.api.streaming import EventStream, WholeResponse
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, fitted, planned
 from router.frontend.chat.repairs import HEADER, Repairs
+from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper, caller
 from router.frontend.served_model import tokenized
@@ -132,37 +133,37 @@ class HttpApi:
         trust = config.trust_request_chat_template
         self._prompts = {each: PromptBuilder(each, self._templates, trust_templates=trust) for each in service.all}
         self._cards, self._calls = ModelCards([each.model for each in service.all], int(time.time())), dashboard
-        self._batches = BatchRoutes(batches, service, gate, self._bodies, self._guarded) if batches else None
+        guarded = partial(_Guarded, repairs=config.repairs, driver=service.driver)
+        self._batches = BatchRoutes(batches, service, gate, self._bodies, guarded) if batches else None
         get = partial(Route, methods=["GET"])
         post = partial(Route, methods=["POST"])
         openai_chat = partial(self._chat, ChatCompletionRequest, lambda fields, repairs: fields, ChatBuilder)
         messages = partial(self._chat, MessagesRequest, chat_of_messages, MessageBuilder)
         responses = partial(self._chat, ResponsesRequest, chat_of_response, ResponsesBuilder)
-        routes = self._routes = Starlette(
-            routes=[
-                post("/v1/completions", self._guarded(self._completions)),
-                post("/v1/chat/completions", self._guarded(openai_chat)),
+        self._router = Router(
+            [
+                post("/v1/completions", guarded(self._completions)),
+                post("/v1/chat/completions", guarded(openai_chat)),
                 get("/v1/models", self._models),
                 get("/v1/models/{model:path}", self._model),
-                post("/v1/messages", self._guarded(messages, anthropic_body)),
-                post("/v1/messages/count_tokens", self._guarded(self._count_tokens, anthropic_body)),
-                post("/v1/responses", self._guarded(responses)),
-                post("/tokenize", self._guarded(self._tokenize)),
-                post("/detokenize", self._guarded(self._detokenize)),
+                post("/v1/messages", guarded(messages, anthropic_body)),
+                post("/v1/messages/count_tokens", guarded(self._count_tokens, anthropic_body)),
+                post("/v1/responses", guarded(responses)),
+                post("/tokenize", guarded(self._tokenize)),
+                post("/detokenize", guarded(self._detokenize)),
                 get("/version", self._version),
                 get("/live", self._live),
                 *(get(path, self._ready) for path in ("/health", "/ready", "/health/ready")),
                 get("/metrics", self._metrics),
-                post(ADAPTER_PATHS[0], self._guarded(partial(self._adapter, LoadAdapter))),
-                post(ADAPTER_PATHS[1], self._guarded(partial(self._adapter, UnloadAdapter))),
+                post(ADAPTER_PATHS[0], guarded(partial(self._adapter, LoadAdapter))),
+                post(ADAPTER_PATHS[1], guarded(partial(self._adapter, UnloadAdapter))),
                 get("/openapi.json", self._openapi),
                 *(self._batches.routes if self._batches is not None else ()),
                 *(DashboardRoutes(dashboard, service.clock).routes if dashboard is not None else ()),
             ],
-            exception_handlers={HTTPException: _no_route},
+            redirect_slashes=False,  # to an address that need not be the client's; KeyGate cuts them
         )
-        routes.router.redirect_slashes = False  # to an address that need not be the client's; KeyGate cuts them
-        self.app = behind_site_gate(KeyGate(routes, gate), gate, config)
+        self.app = behind_site_gate(KeyGate(self._routes, gate), gate, config)
 
     async def run(self) -> None:
         """Execute batches until the router ends."""
@@ -170,6 +171,13 @@ class HttpApi:
             await asyncio.Event().wait()
         else:
             await self._batches.run(self._routes)
+
+    async def _routes(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # then the router raises where it has no route
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            await _no_route(Request(scope), error)(scope, receive, send)
 
     async def close(self) -> None:
         """End what runs beside the application."""
@@ -303,7 +311,7 @@ class HttpApi:
             echo=echo,
             reasoning_end=service.model.reasoning_end,
             prompt_logprobs=fields.prompt_logprobs is not None,
-            not_cached=request.headers.get(NOT_CACHED, "false").lower() in ("1", "true"),
+            not_cached=request.state.headers.get(NOT_CACHED, "false").lower() in ("1", "true"),
             prompt_only=_shows_prompt_alone(fields, echo),
         )
 
@@ -324,10 +332,9 @@ class HttpApi:
                 f"logit_bias, allowed_token_ids and bad_words have {rules} entries for each of {len(order.prompts)} "
                 f"prompts, more than {_MAX_RULES} in all; send fewer prompts"
             )
-        affinity = affinity_of(order.fields.session_id, request.headers)
-        read = partial(
-            request_fields, order, affinity=affinity, session=session_of(affinity, order.fields, request.headers)
-        )
+        headers: Headers = request.state.headers
+        affinity = affinity_of(order.fields.session_id, headers)
+        read = partial(request_fields, order, affinity=affinity, session=session_of(affinity, order.fields, headers))
         with contextlib.ExitStack() as undo:
             for prompt in order.prompts:
                 # Tokens of an array are copied at once, 1 ms for a million.
@@ -433,36 +440,43 @@ class HttpApi:
     async def _openapi(self, request: Request) -> Response:
         return json_response(openapi.document())
 
-    # --- errors ------------------------------------------------------------------------------------------------------
 
-    def _guarded(self, endpoint: Endpoint, failed: ErrorBody = errors.body_of) -> Endpoint:
-        """Turn errors into answers of the API's own shape."""
+# --- errors -----------------------------------------------------------------------------------------------------------
 
-        async def guarded(request: Request) -> Response:
-            name = request_name(request.headers)
-            repairs = request.state.repairs = Repairs(self._config.repairs)
-            try:
-                response = await endpoint(request)
-            except BatonError as error:
-                response = error_response(error, failed)
-            except asyncio.CancelledError:
-                if not self._service.driver.stopping:
-                    raise
-                response = error_response(Unavailable("the router has stopped; ask again, or ask another"), failed)
-            except ClientDisconnect:
-                return Response(status_code=499)
-            except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
-                RequestLog(log, name).exception("failed in the router")
-                response = error_response(BatonError("internal error; the router's log says more"), failed)
-            name = response.headers.setdefault("x-request-id", name)
-            if failed is anthropic_body:
-                response.headers["request-id"] = name
-            if repairs.kinds:
-                response.headers[HEADER] = ", ".join(repairs.kinds)
-                self._service.driver.repairs.update(repairs.kinds.keys())
-            return response
 
-        return guarded
+@dataclass(frozen=True)
+class _Guarded:
+    """An endpoint as an ASGI application, whose errors are answers of the API's own shape."""
+
+    endpoint: Endpoint
+    failed: ErrorBody = errors.body_of
+    _: KW_ONLY
+    repairs: bool | Sequence[Repair]
+    driver: RouterDriver
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, failed = Request(scope, receive), self.failed
+        repairs = request.state.repairs = Repairs(self.repairs)
+        try:
+            response = await self.endpoint(request)
+        except BatonError as error:
+            response = error_response(error, failed)
+        except asyncio.CancelledError:
+            if not self.driver.stopping:
+                raise
+            response = error_response(Unavailable("the router has stopped; ask again, or ask another"), failed)
+        except ClientDisconnect:
+            response = Response(status_code=499)
+        except Exception:  # noqa: BLE001 whatever it is, the client gets a status and never a traceback
+            RequestLog(log, _name_of(request)).exception("failed in the router")
+            response = error_response(BatonError("internal error; the router's log says more"), failed)
+        name = response.headers.setdefault("x-request-id", _name_of(request))
+        if failed is anthropic_body:
+            response.headers["request-id"] = name
+        if repairs.kinds:
+            response.headers[HEADER] = ", ".join(repairs.kinds)
+            self.driver.repairs.update(repairs.kinds.keys())
+        await response(scope, receive, send)
 
 
 def _fitting(service: GenerationService, order: GenerationOrder, prompt: int, repairs: Repairs) -> int | None:
@@ -499,16 +513,15 @@ def _last_text(fields: ChatCompletionRequest) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _name_of(request: Request, fields: GenerationFields) -> str:
+def _name_of(request: Request, fields: GenerationFields | None = None) -> str:
     """What a request is called in logs and in its id. A name that can't be one is replaced."""
     if (known := getattr(request.state, "name", None)) is not None:
         return known
-    request.state.name = name = request_name(request.headers, fields.request_id or "")
+    request.state.name = name = request_name(request.state.headers, (fields and fields.request_id) or "")
     return name
 
 
-async def _no_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _no_route(request: Request, error: HTTPException) -> Response:
     message = f"{error.detail}: {request.method} {shown(request.url.path)}"
     anthropic = is_anthropic(request.headers) or request.url.path.startswith("/v1/messages")
     body = (anthropic_described if anthropic else errors.described)(error.status_code, message)

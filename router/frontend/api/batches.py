@@ -103,7 +103,7 @@ class BatchRoutes:
 
     def __init__(
         self, store: BatchStore, service: GenerationService, gate: Gatekeeper, bodies: BodyReader,
-        guarded: Callable[[Endpoint], Endpoint],
+        guarded: Callable[[Endpoint], ASGIApp],
     ) -> None:  # fmt: skip
         """`guarded` turns an endpoint's errors into answers."""
         self._store, self._service, self._gate, self._bodies = store, service, gate, bodies
@@ -320,7 +320,8 @@ async def _send(routes: ASGIApp, batch_id: str, path: str, body: bytes, name: st
     headers = [(b"content-type", b"application/json"), (b"x-request-id", name.encode())]
     scope = {
         "type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path, "headers": headers,
-        "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": None, "server": None, "state": {},
+        "raw_path": path.encode(), "query_string": b"", "root_path": "", "client": None, "server": None,
+        "state": {"headers": {"x-request-id": name}},
     }  # fmt: skip
     unread, status, answer_headers, parts = [body], 0, dict[str, str](), list[bytes]()
 

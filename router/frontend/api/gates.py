@@ -21,11 +21,10 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -67,6 +66,7 @@ _CHATS = frozenset({"/v1/chat/completions", "/v1/messages", "/v1/responses"})
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
+Headers: TypeAlias = Mapping[str, str]  # of a request, by names in lower case
 
 _MAX_NAME = 80  # characters of a request's name
 _BODY_SECONDS = 30.0  # within which a body must have come
@@ -91,19 +91,19 @@ class KeyGate:
         if path in _OPEN or path.startswith(_OPEN_BELOW):
             await self._routes(scope, receive, send)
             return
-        request = Request(scope)
+        method, headers = scope["method"], scope["state"]["headers"]
         operator = path in _FOR_OPERATORS or path.startswith(_FOR_OPERATORS_BELOW)
         try:
-            identity = self._gate.identify(request.headers, operator=operator)
+            identity = self._gate.identify(headers, operator=operator)
             check_places(scope, operator=operator or identity.operator)
-            leave = self._gate.enter(identity) if request.method == "POST" else None
+            leave = self._gate.enter(identity) if method == "POST" else None
         except BatonError as error:
             if not isinstance(error, Overloaded):
-                note_refusal(f"{request.method} {path}", request.client.host if request.client else "", error)
+                note_refusal(f"{method} {path}", scope["client"][0] if scope.get("client") else "", error)
             await refusal(scope, error)(scope, receive, send)
             return
         caller.set(identity)
-        origin.set(Origin(request.headers, "chat" if path in _CHATS else "text_completion"))
+        origin.set(Origin(headers, "chat" if path in _CHATS else "text_completion"))
         try:
             await self._routes(scope, receive, send)
         finally:
@@ -114,23 +114,23 @@ class KeyGate:
 def check_places(scope: Scope, *, operator: bool) -> None:
     """Raises Overloaded if as many requests are served as there may be. Operators have places beside them, and open
     paths have others, which no operator takes."""
-    free: int = scope.get("state", {}).get("places", 1)
+    free: int = scope["state"].get("places", 1)
     if free <= (-OPERATORS if operator else 0):
         raise Overloaded("as many HTTP requests are served as router.max_concurrent_rpcs allows; try again")
 
 
 def refusal(scope: Scope, error: BatonError) -> Response:
     """The answer to a request that reaches no route, in the form of its API."""
-    request = Request(scope)
-    anthropic = scope["path"].startswith(_ANTHROPIC) or is_anthropic(request.headers)
+    headers: Headers = scope["state"]["headers"]
+    anthropic = scope["path"].startswith(_ANTHROPIC) or is_anthropic(headers)
     response = error_response(error, anthropic_body if anthropic else errors.body_of)
-    response.headers["x-request-id"] = name = request_name(request.headers)
+    response.headers["x-request-id"] = name = request_name(headers)
     if anthropic:
         response.headers["request-id"] = name
     return response
 
 
-def request_name(headers: Mapping[str, str], fallback: str = "") -> str:
+def request_name(headers: Headers, fallback: str = "") -> str:
     """What a request is called in logs and in its answer: its X-Request-Id, or `fallback`. What can't be a name is
     replaced."""
     name = headers.get("x-request-id") or fallback
@@ -154,14 +154,16 @@ class SiteGate:
         self._any = "*" in config.allowed_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        scope.setdefault("state", {})["headers"] = headers
         try:
-            self._check(scope["method"], Headers(scope=scope))
+            self._check(scope["method"], headers)
         except BatonError as error:
             await refusal(scope, error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _check(self, method: str, headers: Mapping[str, str]) -> None:
+    def _check(self, method: str, headers: Headers) -> None:
         """Raises PermissionDenied."""
         open_to_all = not self._gate.keys.required
         host = headers.get("host", "")
@@ -181,7 +183,7 @@ class SiteGate:
         allowed = self._config.allowed_hosts
         return not host or names_this_machine(host) or host in (self._config.host, *allowed) or "*" in allowed
 
-    def _is_of_another_site(self, method: str, headers: Mapping[str, str], host: str) -> bool:
+    def _is_of_another_site(self, method: str, headers: Headers, host: str) -> bool:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if origin in self._config.allowed_origins or site in ("same-origin", "none"):
             return False
@@ -251,9 +253,10 @@ class BodyReader:
 
     async def _body(self, request: Request, count: Callable[[int], None]) -> bytes:
         parts: list[bytes] = []
-        if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        headers: Headers = request.state.headers
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
             raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)!r}; send it uncompressed")
-        length = request.headers.get("content-length", "")
+        length = headers.get("content-length", "")
         if length.isdecimal() and len(length) < 20:
             self._check(int(length))  # before a client that expects a 100 sends anything
         size = 0
