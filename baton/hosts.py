@@ -7,6 +7,7 @@ address that it bound; "every interface" is no such address.
 import ipaddress
 import os
 import re
+from functools import lru_cache
 
 LOOPBACK = "127.0.0.1"
 _HOST = re.compile(r"(?P<host>\[[0-9a-f:.]+\]|[^\s:\[\]@/]*)(:\d*)?")
@@ -48,12 +49,14 @@ def is_loopback(host: str) -> bool:
     return address is not None and address.is_loopback
 
 
+@lru_cache(64)
 def host_of_header(header: str) -> str:
     """The host in an HTTP Host header, in lower case, without port and brackets. What is none is returned as it is."""
     match = _HOST.fullmatch(header.strip().lower())
     return match["host"].strip("[]").rstrip(".") if match else header
 
 
+@lru_cache(64)
 def names_this_machine(host: str) -> bool:
     """Whether a host that a client wrote is no name that a site on the internet can let point to this machine.
 

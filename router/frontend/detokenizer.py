@@ -260,10 +260,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, special_tokens: bool = False) -> None:
         self._decode = partial(tokenizer.decode, special_tokens=special_tokens)
-        self._window, self._known = _end_of(prompt, self._decode)
+        # `_inside`: whether the known part may end inside a character.
+        self._window, self._known, self._inside = _end_of(prompt, self._decode)
         self._known_tokens = len(self._window)  # tokens of the window whose text has been given out
-        # Whether the known part may end inside a character.
-        self._inside = self._decode(self._window).endswith(LOST)
 
     def feed(self, token: int) -> str:
         """The text that this token completes; often its own, sometimes none yet."""
@@ -278,6 +277,8 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What was held back. Bytes that never became a character stand as U+FFFD, as in the whole's decoding."""
+        if len(self._window) == self._known_tokens and not self._inside:
+            return ""
         text = self._decode(self._window)
         return self._give(text, self._new(text))
 
@@ -303,8 +304,8 @@ class Detokenizer:
         return new
 
 
-def _end_of(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tuple[list[int], str]:
-    """The prompt's last tokens, from where a character begins, and their text.
+def _end_of(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tuple[list[int], str, bool]:
+    """The prompt's last tokens, from where a character begins, their text, and whether it may end inside a character.
 
     A character with missing bytes, at either end, spoils its neighbours with some decoders (byte fallback): each of
     their bytes becomes U+FFFD. So the window begins where its text is clean. A character that the prompt ends inside is
@@ -315,9 +316,10 @@ def _end_of(prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> tu
         for cut in range(_BYTES_OF_CHARACTER):
             whole = decode(window[: len(window) - cut]) if cut else known
             if not whole.startswith(LOST) and not whole.endswith(LOST):
-                return window, known if known.startswith(whole) else whole
+                return window, known if known.startswith(whole) else whole, known.endswith(LOST)
     window = list(prompt[-_CONTEXT:])
-    return window, decode(window)
+    known = decode(window)
+    return window, known, known.endswith(LOST)
 
 
 class StopMatcher:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from baton.errors import ContextTooLong, InvalidGrammar, InvalidRequest, UnsupportedField, shown
 from router.generation_request import check_bounds
@@ -313,7 +314,7 @@ def request_fields(
     InvalidRequest for a grammar that is none."""
     fields = order.fields
     output = structured_output(fields)
-    values: dict[str, Any] = {name: getattr(fields, name) for name in fields.__struct_fields__}
+    values = asdict(fields)
     if fields.use_beam_search:
         penalty = fields.length_penalty
         values["beam_search"] = {} if penalty is None else {"length_penalty": penalty}
