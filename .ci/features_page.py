@@ -86,6 +86,9 @@ TECHNIQUES = (
         "SnapKV, NeurIPS 2024",
         "kvstore/kv_window.py",
     ),
+    Technique(
+        "Pages chosen again by attention as an output grows, of a request", "H2O, NeurIPS 2023", "kvstore/kv_window.py"
+    ),
     Technique("Pages by groups of layers", "Jenga, SOSP 2025; vLLM", "kvstore/window_groups.py"),
     Technique("Snapshots of recurrent states", "Marconi, MLSys 2025; vLLM", "engine/vllm_runner"),
     Technique("Mixture of experts", "GShard, 2020; Mixtral, 2024", "engine/models"),

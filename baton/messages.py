@@ -367,9 +367,10 @@ class SamplingParams(DrawParams, frozen=True):
 class KvCompression(Struct, frozen=True, forbid_unknown_fields=True):
     """How the K and V of a sequence are kept small. "window": tokens of the output attend to the first `sinks` tokens
     and to the last `window`, both in whole pages (`kvstore.kv_window`). "snapkv": beside them to `keep` tokens of the
-    prompt, those pages to which its last tokens attend most. Without any it is a window."""
+    prompt, those pages to which its last tokens attend most. "h2o": these are chosen again each time the output has
+    grown by `window` tokens, of what they were and of what the window leaves. Without any it is a window."""
 
-    kind: Literal["window", "snapkv"]
+    kind: Literal["window", "snapkv", "h2o"]
     window: Annotated[int, Meta(ge=1, le=2**32 - 1)]
     sinks: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 4
     keep: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0

@@ -52,8 +52,8 @@ class RequestReader:
         kind = None if order.kv_compression is None else order.kv_compression.kind
         if kind is not None and self.no_kv_windows:
             raise UnsupportedField(f"kv_compression is not served: {self.no_kv_windows}; leave it out")
-        if kind == "snapkv" and self.no_page_weights:
-            raise UnsupportedField(f"kv_compression of the kind snapkv is not served: {self.no_page_weights}")
+        if kind in ("snapkv", "h2o") and self.no_page_weights:
+            raise UnsupportedField(f"kv_compression of the kind {kind} is not served: {self.no_page_weights}")
         # A tokenizer may have more tokens than the model, which never draws them.
         stops = [each for each in order.stop_token_ids if self.vocab_size is None or 0 <= each < self.vocab_size]
         priority = max(-LOWEST_CLASS, min(order.priority, LOWEST_CLASS))

@@ -485,6 +485,7 @@ class DecodeScheduler:
         self._preemptions += 1
         self._pages.release(sequence)
         sequence.computed = sequence.cached_pages = 0
+        sequence.forget_choices()
         if sequence.phase is SequencePhase.KV_LOAD_INCOMPLETE:
             return commands
         sequence.phase = SequencePhase.PREEMPTED
@@ -567,6 +568,7 @@ class DecodeScheduler:
                 continue
             # A token that was to be drawn and was not: its mask is late. The last token is computed once more.
             end = chunk.known if drawn or chunk.sample is None else chunk.known - 1
+            sequence.choose_pages(end)
             if chunk.start < sequence.prompt:
                 in_prompt = min(sequence.prompt, end) - chunk.start
                 sequence.prompt_computed += in_prompt

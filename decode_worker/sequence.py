@@ -147,22 +147,35 @@ class Sequence:
 
     @property
     def unobserved(self) -> int:
-        """Prompt tokens that are still to be observed, at its end."""
+        """Tokens that are still to be observed before the next choice of pages."""
         if self.kv_window is None:
             return 0
-        return self.prompt - self.kv_window.observed_from - len(self.page_weights)
+        return self.kv_window.observed_until - self.kv_window.observed_from - len(self.page_weights)
+
+    @property
+    def next_observed(self) -> int:
+        """The next token to be observed, if there are any."""
+        return 0 if self.kv_window is None else self.kv_window.observed_until - self.unobserved
 
     def observed(self, end: int) -> int:
         """How many tokens of a chunk up to the token before `end` are to be observed, its last ones."""
-        return max(0, self.unobserved - self.prompt + end) if self.unobserved else 0
+        return max(0, end - self.next_observed) if self.unobserved else 0
 
     def observe(self, weights: Items[Items[float]]) -> None:
-        """Take what tokens of the prompt attend to, those after the last observed one. After all its pages are
-        chosen."""
-        assert self.kv_window is not None
+        """Take what tokens attend to, those after the last observed one."""
         self.page_weights += weights
-        if not self.unobserved:
-            self.kv_window, self.page_weights = self.kv_window.choose(self.page_weights), []
+
+    def choose_pages(self, computed: int) -> None:
+        """So many tokens are computed. If all that are to be observed were, choose pages. The last one is computed
+        twice where a mask is late, and attends to the same both times."""
+        own = self.kv_window
+        if own is not None and self.page_weights and not self.unobserved and computed >= own.observed_until:
+            self.kv_window, self.page_weights = own.choose(self.page_weights), []
+
+    def forget_choices(self) -> None:
+        """It is computed again. Its tokens attend to the pages that were chosen before each."""
+        if self.kv_window is not None and self.kv_window.again:
+            self.kv_window, self.page_weights = self.kv_window.anew(), []
 
     @property
     def chunk_limit(self) -> int:
@@ -174,7 +187,7 @@ class Sequence:
         """
         most = self.prompt - 1 - self.next_start if self.unscored else self.next_pending
         if self.unobserved:  # tokens of the output attend to what is chosen then
-            most = min(most, self.prompt - self.next_start)
+            most = min(most, self.next_observed + self.unobserved - self.next_start)
         return self.groups.longest_chunk(self.next_start, most)
 
     def scoring(self, end: int) -> PromptScoring | None:
@@ -292,7 +305,7 @@ class Sequence:
         if self.in_parts and self.window is not None:
             return min(self.pages_needed, self.window.first_page(self.computed) + self.window.part)
         pages = -(-self.next_known // self.page_size)
-        return pages if self.kv_window is None else min(pages, self.kv_window.reach(self.computed))
+        return pages if self.kv_window is None else min(pages, self.kv_window.reach(self.computed, self.apart))
 
     @property
     def computable(self) -> int:
@@ -364,8 +377,8 @@ class Sequence:
         """Keys of the pages that may come from elsewhere: the last token must be computed to sample from it, and every
         token that is to be observed, or before one that is to be scored."""
         pages = cacheable_pages(len(self.tokens), self.page_size)
-        if unobserved := self.unobserved:
-            pages = min(pages, (self.prompt - unobserved) // self.page_size)
+        if self.unobserved:
+            pages = min(pages, self.next_observed // self.page_size)
         if self.unscored:
             pages = min(pages, len(self.prompt_logprobs) // self.page_size)
         return self.keys[:pages]

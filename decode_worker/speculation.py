@@ -169,6 +169,8 @@ class Speculation:
         """Let the sequence's proposer guess, and leave it to the drafter if it has no guess; none: the sequence is of a
         kind that goes without, or nothing can guess."""
         most = min(MOST, sequence.max_tokens - sequence.generated - 1)
+        if sequence.unobserved:  # a row that is observed is no proposal
+            most = min(most, sequence.next_observed - len(sequence.tokens))
         if most <= 0 or sequence.in_parts or (draw.mask is not None and draw.mask.slow):
             return None
         if sequence.proposals is None:

@@ -149,7 +149,7 @@ class Chunk(Struct, frozen=True, gc=False):
     that the sequence is computed with; "" is the plain model. `window_pages` are those of the groups of layers with a
     window, side by side for each of `pages` (`kvstore.window_groups`). Those that no token looks at are any. With a
     `kv_window`, the pages of a token's gap are any, too. The last `observed` tokens report how much they attend to each
-    page, summed over heads and all layers but the last.
+    page that they attend to, summed over heads and all layers but the last.
 
     With `verify`, the chunk's last tokens are proposals, one for each of these draws. A token is drawn after every one
     of them, by `sample` after the last, and after the token before them.

@@ -76,8 +76,9 @@ class BlockTable(Sequence[int]):
         held until now."""
         if first <= self.first:
             return []
-        pages = [page for index, page in enumerate(self[self.first : first], self.first) if index not in anchors]
-        self.first = min(first, self._count)
+        first = min(first, self._count)
+        pages = [self[index] for index in (*self.anchors, *range(self.first, first)) if index not in anchors]
+        self.first = first
         self.anchors = tuple(index for index in anchors if index < self.first)
         return pages
 

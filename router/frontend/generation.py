@@ -357,8 +357,8 @@ def _kv_compression(fields: Fields) -> KvCompression | None:
         raise InvalidRequest("a beam search knows no kv_compression; leave it out", "kv_compression")
     try:
         compression = msgspec.convert(order, KvCompression)
-        if (compression.kind == "snapkv") != (compression.keep > 0):
-            raise msgspec.ValidationError('kind "snapkv" needs a `keep` of at least 1, and "window" has none')
+        if (compression.kind != "window") != (compression.keep > 0):
+            raise msgspec.ValidationError('"snapkv" and "h2o" need a `keep` of at least 1, and "window" has none')
     except msgspec.ValidationError as error:
         what = f'{shown(repr(order))}: {error}; it must be such as {{"kind": "window", "window": 1024, "sinks": 4}} '
         what += 'or {"kind": "snapkv", "window": 256, "sinks": 4, "keep": 512}'

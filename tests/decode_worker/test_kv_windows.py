@@ -28,6 +28,7 @@ from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, referen
 
 WINDOW = KvCompression("window", window=13, sinks=5)
 CHOSEN = KvCompression("snapkv", window=13, sinks=5, keep=9)
+AGAIN = KvCompression("h2o", window=13, sinks=5, keep=9)
 SINKS = 2  # pages
 MOST = SINKS + 4  # pages that a long output holds
 EXTRA = 3  # and with chosen ones so many more
@@ -97,6 +98,40 @@ def test_a_token_attends_to_whole_pages_of_sinks_and_window_and_chosen_ones(
     assert len(spans) == len({window.first_page(at) for at in range(position, position + size)})
 
 
+@given(
+    prompt=st.integers(1, 40), sinks=st.integers(0, 12), tokens=st.integers(1, 30), page=st.integers(1, 9),
+    keep=st.integers(1, 20), seed=st.integers(0, 99),
+)  # fmt: skip
+@pytest.mark.technique("Pages chosen again by attention as an output grows, of a request")
+def test_pages_are_chosen_again_each_time_the_output_has_grown_by_a_window(
+    prompt: int, sinks: int, tokens: int, page: int, keep: int, seed: int
+) -> None:
+    begun = window = KvWindow.of(KvCompression("h2o", tokens, sinks, keep), prompt, page)
+    rng, held, choices = random.Random(seed), set(range(-(-prompt // page))), 0
+    for position in range(prompt, prompt + 120):
+        if position == window.observed_until:
+            choices += 1
+            begin = max(0, (position + 1 - tokens) // page)
+            rows = [[rng.random() for _ in held] for _ in range(window.observed_from, position)]
+            assert 0 < len(rows) <= min(16, tokens)
+            weight = {at: sum(row[n] for row in rows) for n, at in enumerate(sorted(held))}
+            best = sorted((at for at in held if -(-sinks // page) <= at < begin), key=lambda at: -weight[at])
+            window = window.choose(rows)
+            assert window.chosen == tuple(sorted(best[: -(-keep // page)]))
+        first = window.first_page(position)
+        pages = {at for at in range(position // page + 1) if at in window.anchors(first) or at >= first}
+        assert pages <= held | {position // page}, "nothing that was given back is attended to"
+        held = pages
+        assert {at // page for at in range(position + 1) if at < sinks or at > position - tokens} <= pages
+        assert window.gap(position) == position // page + 1 - len(pages)
+        assert len(pages) <= window.held(first) <= window.most == begun.most
+        assert position // page < min(window.reach(position), window.reach(position, apart=True))
+        last = window.observed_until
+        assert [*window.spans(position, last)] == ([(position, last, first)] if position < last else [])
+    assert choices >= 119 // tokens
+    assert window.anew() == begun
+
+
 @pytest.mark.parametrize(("pages", "prompt"), [(40, 3), (40, 40), (10, 3)])
 @pytest.mark.technique("Attention sinks with a window, of a request")
 def test_an_output_of_any_length_holds_a_bounded_number_of_pages(pages: int, prompt: int) -> None:
@@ -112,6 +147,28 @@ def test_an_output_of_any_length_holds_a_bounded_number_of_pages(pages: int, pro
     worker.rig.settle()
     assert tokens_of(worker) == reference(prompt_of(prompt), 900)
     assert worker.state.stats().preemptions == 0
+    worker.rig.end(["r"])
+
+
+@pytest.mark.technique("Pages chosen again by attention as an output grows, of a request")
+def test_an_output_that_chooses_again_holds_pages_of_its_own_and_no_more() -> None:
+    worker = worker_of(70)
+    prompt = prompt_of(60)
+    worker.handle(order("r", prompt, 400, compression=AGAIN))
+    while not tokens_of(worker):
+        worker.turn()
+    chosen = {sequence(worker).kv_window.chosen}
+    assert [delta.chosen for delta in deltas_of(worker)] == [*chosen]
+    while len(tokens_of(worker)) < 399:
+        worker.turn()
+        held = sequence(worker)
+        chosen.add(held.kv_window.chosen)
+        if not worker.state.leases:
+            assert worker.num_pages - worker.state.blocks.available <= SINKS + EXTRA + 7, "and nothing else is kept"
+    assert len(chosen) > 399 // 13 / 2
+    assert min(min(each) for each in chosen) < 15 < max(min(each) for each in chosen)
+    worker.rig.settle()
+    assert tokens_of(worker) == reference(prompt, 400)
     worker.rig.end(["r"])
 
 
@@ -202,11 +259,14 @@ def test_exact_pages_of_others_are_used_and_no_more() -> None:
     worker.rig.end(["plain", "r"])
 
 
-@pytest.mark.parametrize(("compression", "prompt"), [(WINDOW, 10), (CHOSEN, 60)])
+@pytest.mark.parametrize(
+    ("compression", "prompt", "pages"),
+    [(WINDOW, 10, 24), (CHOSEN, 60, 24), (CHOSEN, 70, 24), (AGAIN, 3, 24), (AGAIN, 60, 26)],
+)
 def test_a_preempted_output_is_computed_again_within_the_pages_that_it_had(
-    compression: KvCompression, prompt: int
+    compression: KvCompression, prompt: int, pages: int
 ) -> None:
-    worker = worker_of(24)
+    worker = worker_of(pages)
     worker.handle(order("r", prompt_of(prompt), 300, compression=compression))
     for _ in range(250):
         worker.turn()
@@ -222,7 +282,7 @@ def test_a_preempted_output_is_computed_again_within_the_pages_that_it_had(
     worker.rig.end(["r", "urgent"])
 
 
-@pytest.mark.parametrize(("compression", "fetched"), [(WINDOW, 10), (CHOSEN, 7)])
+@pytest.mark.parametrize(("compression", "fetched"), [(WINDOW, 10), (CHOSEN, 7), (AGAIN, 7)])
 def test_another_worker_goes_on_with_exact_pages_of_the_store(compression: KvCompression, fetched: int) -> None:
     rig = Rig(400)
     first, second = (rig.worker("decode", 30, DecodeConfig()) for _ in range(2))
@@ -230,12 +290,14 @@ def test_another_worker_goes_on_with_exact_pages_of_the_store(compression: KvCom
     first.handle(order("r", prompt, 200, compression=compression))
     while len(tokens_of(first)) < 150:
         first.turn()
-    window = sequence(first).kv_window
+    chosen = sequence(first).kv_window
     rig.kill(first)
     second.handle(order("r", prompt, 200, attempt=2, known=150, fetch=40, compression=compression))
+    while sequence(second).kv_window != chosen:
+        assert not tokens_of(second), "no page is chosen as it was"
+        second.turn()
     rig.settle()
     assert sequence(second).fetched_pages == fetched, "tokens that are observed are computed"
-    assert sequence(second).kv_window == window
     assert tokens_of(second) == reference(prompt, 200)[150:]
     rig.end(["r"])
 
@@ -271,7 +333,9 @@ def test_many_of_both_kinds_share_a_small_pool(seed: int) -> None:
                 None,
                 WINDOW,
                 KvCompression("window", rng.randrange(1, 20), rng.randrange(9)),
-                KvCompression("snapkv", rng.randrange(1, 20), rng.randrange(9), rng.randrange(1, 30)),
+                KvCompression(
+                    rng.choice(["snapkv", "h2o"]), rng.randrange(1, 20), rng.randrange(9), rng.randrange(1, 30)
+                ),
             ]
         )
         name = f"r{number}"

@@ -58,7 +58,9 @@ def test_logits_are_those_of_transformers_with_the_mask(
     assert table.first == window.first_page(length) > 8
 
 
-@pytest.mark.parametrize(("dtype", "held"), [("float32", "auto"), ("float32", "int8"), ("bfloat16", "auto")])
+@pytest.mark.parametrize(
+    ("dtype", "held"), [("float32", "auto"), ("float32", "int8"), ("float32", "fp8"), ("bfloat16", "auto")]
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_weights_of_pages_are_those_of_transformers(
     name: str, dtype: str, held: str, checkpoint: Callable[[str], Path], reference: Callable[[str], Reference]
@@ -76,7 +78,7 @@ def test_weights_of_pages_are_those_of_transformers(
     engine = Engine.load(checkpoint(name), dtype, "cpu", 16, PAGE, True, 2, kv_cache_dtype=held)
     window = KvWindow(length, 0, 40, PAGE, keep=2)
     output = engine.run([Chunk(text, 0, BlockTable(range(10)), EVERYTHING, kv_window=window, observed=observed)])
-    atol = 1e-4 if (dtype, held) == ("float32", "auto") else 0.3
+    atol = {"auto": 1e-4 if dtype == "float32" else 0.3, "int8": 0.3, "fp8": 1.0}[held]  # of up to 24
     torch.testing.assert_close(torch.tensor(output.weights[0]), expected, atol=atol, rtol=0)
     torch.testing.assert_close(torch.tensor(output.weights[0]).sum(1), expected.sum(1), atol=1e-3, rtol=0)
 

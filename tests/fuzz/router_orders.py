@@ -65,7 +65,9 @@ class RouterOrders:
             "mark": ["ab"], "steps": [1, 10], "pin": ["p", "q"], "keys": [rng.randbytes(msg.KEY_BYTES * 3), b"k" * 5],
             "protocol": [msg.PROTOCOL_VERSION], "heartbeat_ms": [100],
             "heartbeat_timeout_ms": [10_000], "attempts": [()],
-            "kv_compression": [None, msg.KvCompression("window", 20), msg.KvCompression("snapkv", 20, 4, 40)],
+            "kv_compression": [
+                None, *(msg.KvCompression(kind, 20, 4, 40) for kind in ("window", "snapkv", "h2o"))
+            ],
         }  # fmt: skip
 
     def _rests(self, member: Member, last: int) -> bool:

@@ -26,6 +26,7 @@ WINDOWS = [
     {"kind": "window", "window": 40},
     {"kind": "window", "window": 100, "sinks": 20},
     {"kind": "snapkv", "window": 40, "keep": 48},
+    {"kind": "h2o", "window": 40, "keep": 48},
     None,
 ]
 

@@ -77,7 +77,7 @@ def ids(*tokens: int) -> pb.TokenIds:
         ({"kv_compression": pb.KvCompression(window=9)}, InvalidRequest, "kv_compression is .* missing .* `kind`"),
         ({"kv_compression": pb.KvCompression(kind="best", window=9)}, InvalidRequest, "Invalid enum value 'best'"),
         ({"kv_compression": pb.KvCompression(kind="window")}, InvalidRequest, "missing required field `window`"),
-        ({"kv_compression": pb.KvCompression(kind="snapkv", window=9)}, InvalidRequest, "needs a `keep` of at least 1"),
+        ({"kv_compression": pb.KvCompression(kind="snapkv", window=9)}, InvalidRequest, "need a `keep` of at least 1"),
         ({"kv_compression": pb.KvCompression(kind="window", window=9, keep=2)}, InvalidRequest, '"window" has none'),
         ({"cache_salt": "a@b"}, InvalidRequest, "cache_salt is 'a@b'"),
         ({"cache_salt": "a\\b"}, InvalidRequest, "cache_salt is"),
@@ -318,6 +318,7 @@ def test_every_http_api_takes_kv_compression_and_says_what_is_wrong_with_it(path
     assert order_of({"kind": "window", "window": 9}) == KvCompression("window", 9, 4)
     snapkv = {"kind": "snapkv", "window": 9, "keep": 7}
     assert order_of(snapkv | {"sinks": 0}) == KvCompression("snapkv", 9, 0, 7)
+    assert order_of(snapkv | {"kind": "h2o"}) == KvCompression("h2o", 9, 4, 7)
     for order, says in (
         ("window", "Expected `object"),
         ({"kind": "best", "window": 9}, "Invalid enum value 'best'"),
@@ -329,7 +330,8 @@ def test_every_http_api_takes_kv_compression_and_says_what_is_wrong_with_it(path
         ({"kind": "window", "window": 9, "sinks": -1}, r"Expected `int` >= 0 .*sinks"),
         ({"kind": "window", "window": 9, "heads": 2}, "unknown field `heads`"),
         ({"kind": "window", "window": 9, "keep": 2}, '"window" has none'),
-        (snapkv | {"keep": 0}, "needs a `keep` of at least 1"),
+        (snapkv | {"keep": 0}, "need a `keep` of at least 1"),
+        ({"kind": "h2o", "window": 9}, "need a `keep` of at least 1"),
         (snapkv | {"keep": -1}, r"Expected `int` >= 0 .*keep"),
     ):
         with pytest.raises(InvalidRequest, match=says) as error:

@@ -6,7 +6,8 @@ Recall: the prompts of `tools.demo_model.evaluate`, each a question about a fact
 answer. The prompt attends to all of itself, so the first token of an answer knows the fact. The others know it as far
 as the window reaches, or as its page is chosen. Memory: one greedy output of `--tokens` tokens with a window, past the
 model's own context, and the same without a window. Then one output of 200 tokens behind the prompts that are the
-longest, with each choice. It fails if a window holds more pages than `KvWindow.held` says.
+longest, with each choice and the median time between two tokens. It fails if a window holds more pages than
+`KvWindow.held` says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from tokenizers import Tokenizer
 
@@ -24,16 +27,19 @@ from baton.messages import Cancel, Decode, KvCompression, SamplingParams, Tokens
 from bench import report
 from decode_worker.scheduler import DecodeScheduler
 from engine.engine import Engine
+from engine.step.batch import Chunk
+from engine.step.block_table import BlockTable
 from engine.step.outcome import StepDone
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.keys import pack_tokens
-from kvstore.kv_window import KvWindow
+from kvstore.kv_window import MOST_OBSERVED, KvWindow
 from tools.demo_model import evaluate
 
 _MODEL = Path(__file__).parents[2] / "deploy/models/baton-demo"
 _PAGE, _PAGES, _SINKS = 16, 2_048, 4
 _WINDOWS = (None, *(KvCompression("window", tokens, _SINKS) for tokens in (512, 256, 128, 64, 32, 16)))
 _CHOICES = (None, *(KvCompression("snapkv", 32, _SINKS, keep) for keep in (512, 256, 128, 64, 32)))
+_AGAIN = tuple(KvCompression("h2o", 32, _SINKS, keep) for keep in (1_024, 512, 256, 128, 64))
 _DISTANCES = (100, 300, 500)
 _FAR = (300, 500, 1_000, 1_500)
 _NAME = "one"
@@ -49,17 +55,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = Engine.load(_MODEL, "float32", "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
     tokenizer = Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
     print(report.machine())
-    for orders, distances in ((_WINDOWS, _DISTANCES), (_CHOICES, _FAR)) if args.prompts else ():
+    passes = ((_WINDOWS, _DISTANCES, 0), (_CHOICES, _FAR, 0), ((None, *_AGAIN), _FAR, 50))
+    for orders, distances, length in passes if args.prompts else ():
+        print("\nof the output itself" if length else "")
         print("\n| keep | window | " + " | ".join(f"recall at {distance}" for distance in distances) + " |")
         print("|---:|---:|" + "---:|" * len(distances))
         for order in orders:
-            shares = [_recall(engine, tokenizer, distance, args.prompts, order) for distance in distances]
+            shares = [_recall(engine, tokenizer, distance, args.prompts, order, length) for distance in distances]
             print(f"| {_named(order)} | " + " | ".join(f"{share:.0%}" for share in shares) + " |", flush=True)
-    print("\n| prompt tokens | keep | window | pages held after 1 token | after 199 |\n|---:|---:|---:|---:|---:|")
     prompt = evaluate.prompts(tokenizer, _FAR[-1], 1)[0].tokens
-    for order in _CHOICES:
-        held = [pages for pages, _ in generate(engine, prompt, 200, order)]
-        print(f"| {len(prompt):,} | {_named(order)} | {held[0]} | {held[-2]} |")
+    plain, observed = _end_of_prompt(engine, len(prompt))
+    print(f"\nThe last 16 of {len(prompt):,} tokens take {plain:.2f} ms, and {observed:.2f} ms if they are observed.")
+    print("\n| keep | window | pages held after 1 token | after 199 | ms per token |\n|---:|---:|---:|---:|---:|")
+    for order in (*_CHOICES, *_AGAIN):
+        held, times = [], []
+        for pages, _ in generate(engine, prompt, 200, order):
+            held.append(pages)
+            times.append(time.perf_counter())
+        milliseconds = median(b - a for a, b in pairwise(times)) * 1e3
+        print(f"| {_named(order)} | {held[0]} | {held[-2]} | {milliseconds:.2f} |", flush=True)
     print("\n| output tokens | window | pages held | ms per token since the last row |\n|---:|---:|---:|---:|")
     for window in (args.window, None):
         most = min(args.tokens, engine.num_pages * _PAGE - 64) if window is None else args.tokens
@@ -68,15 +82,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _named(order: KvCompression | None) -> str:
-    return "all | all" if order is None else f"{order.keep or 'none'} | {order.window}"
+    if order is None:
+        return "all | all"
+    return f"{order.keep or 'none'}{' again' * (order.kind == 'h2o')} | {order.window}"
 
 
-def _recall(engine: Engine, tokenizer: Tokenizer, distance: int, count: int, order: KvCompression | None) -> float:
+def _recall(
+    engine: Engine, tokenizer: Tokenizer, distance: int, count: int, order: KvCompression | None, length: int
+) -> float:
     right = 0
     for one in evaluate.prompts(tokenizer, distance, count):
-        answer = [token for _, token in generate(engine, one.tokens, evaluate.MAX_TOKENS, order)]
+        answer = [token for _, token in generate(engine, one.tokens, evaluate.MAX_TOKENS, order, length)]
         right += evaluate.right(tokenizer, one, answer)
     return right / count
+
+
+def _end_of_prompt(engine: Engine, length: int) -> tuple[float, float]:
+    """Milliseconds of the chunk of a prompt's last tokens, without and with what they attend to. In turns."""
+    pages = BlockTable(range(-(-length // _PAGE)))
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(80):
+        chunk = Chunk([5] * MOST_OBSERVED, length - MOST_OBSERVED, pages, observed=turn % 2 * MOST_OBSERVED)
+        began = time.perf_counter()
+        engine.run([chunk])
+        seconds[turn % 2].append(time.perf_counter() - began)
+    return median(seconds[0]) * 1e3, median(seconds[1]) * 1e3
 
 
 def _long(engine: Engine, count: int, order: KvCompression | None) -> None:
@@ -91,14 +121,16 @@ def _long(engine: Engine, count: int, order: KvCompression | None) -> None:
 
 
 def generate(
-    engine: Engine, prompt: Sequence[int], count: int, compression: KvCompression | None
+    engine: Engine, prompt: Sequence[int], count: int, compression: KvCompression | None, length: int = 0
 ) -> Iterator[tuple[int, int]]:
-    """Yield the greedy tokens of one request, each with the pages that it holds. Past any end of a sequence. Raises
-    AssertionError if these are more than they may be."""
+    """Yield the greedy tokens of one request, each with the pages that it holds. Past any end of a sequence. `length`:
+    so many tokens are the prompt, and the rest is its output so far; 0: all. Raises AssertionError if these are more
+    than they may be."""
+    length = length or len(prompt)
     state = DecodeScheduler(DecodeConfig(), _PAGE, engine.num_pages, vocab_size=engine.vocab_size)
-    bound = KvWindow.of(compression, len(prompt), _PAGE)
+    bound = KvWindow.of(compression, length, _PAGE)
     order = Decode(
-        _NAME, 1, b"r" * 16, pack_tokens(prompt), len(prompt), count, SamplingParams(temperature=0.0),
+        _NAME, 1, b"r" * 16, pack_tokens(prompt), length, count + len(prompt) - length, SamplingParams(temperature=0.0),
         kv_compression=compression,
     )  # fmt: skip
     commands = [*state.handle(order, 0.0)]
