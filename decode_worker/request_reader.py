@@ -46,9 +46,6 @@ class RequestReader:
             raise MalformedMessage(message)
         if order.sampling.grammar is not None and self.grammars is None:
             raise InvalidGrammar("this worker follows no grammars")
-        if order.sampling.grammar is not None and self.groups.states:
-            # A token whose mask is late is drawn again, and its input would change the states twice.
-            raise InvalidGrammar("a model with recurrent states follows no grammar; leave it out")
         kind = None if order.kv_compression is None else order.kv_compression.kind
         if kind is not None and self.no_kv_windows:
             raise UnsupportedField(f"kv_compression is not served: {self.no_kv_windows}; leave it out")

@@ -94,7 +94,8 @@ class TokenDraw(DrawParams, frozen=True, gc=False):
 
     `index` tells apart the outputs that one request asked for from one seed. `logprobs` is how many of the likeliest
     tokens to report beside the chosen one; None reports no log-probability at all. `edits` change the logits before
-    anything else. Only tokens of `mask` may be chosen. A mask that is late leaves its chunk without a token.
+    anything else. Only tokens of `mask` may be chosen. A mask that is late leaves its chunk without a token,
+    and the token before it comes again. A model with recurrent states has not computed that one.
     """
 
     seed: int = 0

@@ -18,7 +18,7 @@ class Row(Struct, frozen=True, gc=False):
     its token is the one that was drawn, and `pages` are those it has more than then. Else it is new to vLLM, and
     `pages` are all of it. `window_pages` are those of the other groups of layers, side by side for each page. With
     `follows`, its token is the one drawn for that row of the step before, and `tokens` has a 0 in its place. With
-    `verify`, its last tokens are proposals, as those of a `Chunk` are."""
+    `verify`, its last tokens are proposals, as those of a `Chunk` are. A row without tokens is left out."""
 
     name: int
     appends: bool
@@ -31,7 +31,6 @@ class Row(Struct, frozen=True, gc=False):
     first: int = 0
     top: int = 0
     follows: int | None = None
-    reported: bool = True  # so is its draw; else it is made because vLLM makes one
     adapter: int = 0  # number of its LoRA adapter, from 1; 0: the plain model
     window_pages: Sequence[int] = ()
     verify: Sequence[TokenDraw] = ()

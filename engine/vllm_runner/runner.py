@@ -33,7 +33,7 @@ from engine.device.gpus import gpu_uuids
 from engine.numerics import digest, torch_digest
 from engine.runner import StepResults
 from engine.sampling.mask_threads import MaskThreads
-from engine.step.batch import CHUNK_ALIGNMENT, Chunk, Sampled, TokenDraw
+from engine.step.batch import CHUNK_ALIGNMENT, Chunk, Sampled
 from engine.step.block_table import BlockTable
 from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import load_adapters
@@ -294,7 +294,7 @@ class VllmRunner:
 
     def launch(self, chunks: Sequence[Chunk]) -> RunningStep:
         """Send a step. The child takes it up when those before it have ended. A mask that is late leaves its chunk
-        without a token."""
+        without a token, and the one before it is not computed."""
         if len(chunks) > self._max_rows or sum(len(chunk.tokens) for chunk in chunks) > self._max_tokens:
             raise ValueError(f"a step has at most {self._max_rows} chunks and {self._max_tokens} tokens")
         self._make_room(chunks)
@@ -399,8 +399,10 @@ class VllmRunner:
             raise ValueError(f"{covering} pages need {covering * groups} window pages, not {len(window_pages)}")
         if min(*pages, *window_pages, 0) < 0 or max(*pages, *window_pages, 0) >= self.num_pages:
             raise ValueError(f"a page is not in 0 to {self.num_pages - 1}")
-        begun = end % page_size and (covering - 1) * page_size >= chunk.start
-        fresh = [pages[-1], *window_pages[(covering - 1) * groups :]] if begun else ()
+        begun = -(-chunk.start // page_size)
+        if all(draw.mask is None for _, draw in chunk.draws):  # else a late mask may leave any of them part empty
+            begun = max(begun, end // page_size)
+        fresh = [*pages[begun:], *window_pages[begun * groups :]]
         if chunk.adapter not in self._adapters:
             raise ValueError(f"no LoRA adapter {chunk.adapter} is loaded")
         name, appends, first_new = self._follow(chunk, pages, window_pages)
@@ -469,14 +471,13 @@ def _end(process: ChildProcess) -> None:
 
 
 def _with_draw(row: Row, chunk: Chunk) -> Row:
-    """A row with its draws, up to the first whose mask is late: the proposals after that are left out."""
+    """A row with its draws, up to the first whose mask is late: the tokens that come again are left out. Those are the
+    proposals after that draw, and if it is the first, the token before it. A recurrent state takes each token once."""
+    if chunk.sample is None:
+        return row
     draws = [draw for _, draw in takewhile(lambda each: each[1].mask is None or each[1].mask.ready, chunk.draws)]
-    tokens = row.tokens[: len(row.tokens) - len(chunk.verify) + max(0, len(draws) - 1)]
-    if draws:
-        return msgspec.structs.replace(row, tokens=tokens, draw=draws[-1], verify=draws[:-1])
-    # To go on it has to draw some token, which is not told.
-    draw = TokenDraw(temperature=0.0) if row.appends else None
-    return msgspec.structs.replace(row, tokens=tokens, draw=draw, reported=not row.appends)
+    tokens = row.tokens[: len(row.tokens) - len(chunk.draws) + len(draws)]
+    return msgspec.structs.replace(row, tokens=tokens, draw=draws[-1] if draws else None, verify=draws[:-1])
 
 
 class RunningStep:

@@ -58,8 +58,8 @@ class Steps:
         scores: dict[int, list[PromptTokenLogprob]] = {}
         if rows or self._left:
             names, drawn = self._run(rows, scores)
-            for (number, row), name in zip(rows.items(), names, strict=True):
-                sampled[number] = drawn.get(name, ()) if row.reported else ()
+            for number, name in zip(rows, names, strict=True):
+                sampled[number] = drawn.get(name, ())
         self._drawn = [each[-1].token if each else None for each in sampled]
         return Drawn(sampled, scores, time.perf_counter() - began)
 
@@ -82,7 +82,8 @@ class Steps:
         rows: dict[int, Row] = {}
         for number, row in enumerate(pending):
             if row.follows is None:
-                rows[number] = row
+                if row.tokens:
+                    rows[number] = row
             elif row.follows < len(drawn) and (token := drawn[row.follows]) is not None:
                 rows[number] = structs.replace(row, tokens=[token])
         return rows

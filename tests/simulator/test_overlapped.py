@@ -266,6 +266,16 @@ TestMaskedCrowd = MaskedCrowd.TestCase
 TestMaskedCrowd.settings = automaton(count=200, steps=50)
 
 
+class MaskedStates(MaskedCrowd):
+    """A late mask leaves a recurrent state as it was before the token that comes again."""
+
+    groups = WindowGroups(2, 2, PAGE, states=True)
+
+
+TestMaskedStates = MaskedStates.TestCase
+TestMaskedStates.settings = automaton(count=60, steps=50)
+
+
 def cancelled_with_a_step_ahead() -> None:
     """A sequence goes while two steps run. Pages that the store has ready are fetched into all of its pages."""
     machine = Crowded()
@@ -317,9 +327,12 @@ def tokens_of(worker: RigWorker, request: str) -> list[int]:
     ]  # fmt: skip
 
 
-def served(others: int, masks: Sequence[int], grammar: Grammar = EVEN) -> OverlappedWorker:
+def served(
+    others: int, masks: Sequence[int], grammar: Grammar = EVEN, groups: WindowGroups = NO_GROUPS
+) -> OverlappedWorker:
     """One request with a grammar and so many without."""
     rig = OverlappedRig([3], 8, mask_delays=masks)
+    rig.groups = groups
     worker = rig.worker("decode", 64, DecodeConfig())
     assert isinstance(worker, OverlappedWorker)
     for number in range(others + 1):
@@ -350,9 +363,10 @@ def test_tokens_without_a_choice_take_no_step():
     assert steps == [12, 9]
 
 
-def test_a_late_mask_costs_its_sequence_steps_and_others_nothing():
+@pytest.mark.parametrize("groups", [NO_GROUPS, WindowGroups(2, 2, PAGE, states=True)])
+def test_a_late_mask_costs_its_sequence_steps_and_others_nothing(groups: WindowGroups):
     """The first mask takes long. So the next one is waited for by none: even two others go ahead."""
-    worker = served(2, [9])
+    worker = served(2, [9], groups=groups)
     assert tokens_of(worker, "r0") == outputs([30], 12, EVEN)
     assert worker.late >= 12
     assert worker.ahead >= 10

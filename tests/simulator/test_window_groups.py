@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from baton.config import DecodeConfig, PrefillConfig
-from baton.messages import AttemptFailed, Decode, Grammar, Prefill, Prefilled, SamplingParams, Tokens
+from baton.messages import AttemptFailed, Decode, Prefill, Prefilled, SamplingParams, Tokens
 from kvstore.keys import pack_tokens
 from kvstore.window_groups import WindowGroups
 from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, reference
@@ -106,15 +106,3 @@ def test_no_step_that_may_have_changed_states_is_run_again(role: Literal["prefil
     message = worker.messages[-1]
     assert isinstance(message, AttemptFailed)
     assert message.reason == "internal"
-
-
-def test_a_model_with_states_follows_no_grammar() -> None:
-    """A token whose mask is late is drawn once more, after its input was computed again."""
-    rig = make_rig(STATES)
-    rig.grammars = object()
-    worker = rig.worker("decode", 60, DecodeConfig())
-    sampling = SamplingParams(temperature=0, grammar=Grammar("regex", "a", 2))
-    worker.handle(Decode("r", 1, ROOT, pack_tokens(PROMPT), len(PROMPT), 4, sampling, (), 0, False))
-    message = worker.messages[-1]
-    assert isinstance(message, AttemptFailed)
-    assert "recurrent states" in message.message

@@ -185,19 +185,26 @@ class OverlappedDevice(Device):
         operation = Operation(lambda: None, reads, writes, max(delay, 0))
         operation.masks = [self._begin_mask(tokens, chunk) for tokens, chunk in zip(known, chunks, strict=True)]
 
+        misleads = None if self.groups.states else MISLEADS  # vLLM's runner goes on from the token itself
+
         def do() -> list[Sampled | None] | None:
             if delay == FAILS:
                 operation.void = {id(chunk.pages): chunk.start for chunk in chunks}
                 return None
             drawn: list[Sampled | None] = []
-            for tokens, chunk, as_launched in zip(known, copied, chunks, strict=True):
+            for tokens, chunk, as_launched, mask in zip(known, copied, chunks, operation.masks, strict=True):
                 table = id(as_launched.pages)
+                if self.groups.states and mask is not None and not mask.ready:
+                    if len(chunk.tokens) > 1:  # the last one comes again, and a state takes each token once
+                        self.compute(tokens, structs.replace(chunk, tokens=chunk.tokens[:-1]))
+                    drawn.append(None)
+                    continue
                 void = before is not None and chunk.start > before.void.get(table, chunk.start)
                 drawn.append(self._run(tokens, chunk, before, void=void))
                 if drawn[-1] is None and (chunk.sample is not None or void):
                     operation.void[table] = chunk.start
             operation.fed = [
-                None if each is None or mask is not None else (each.token + (delay == MISLEADS)) % VOCAB
+                None if each is None or mask is not None else (each.token + (delay == misleads)) % VOCAB
                 for each, mask in zip(drawn, operation.masks, strict=True)
             ]
             return drawn
@@ -374,10 +381,10 @@ class OverlappedWorker(RigWorker):
 
     def _masked(self, drawn: Sampled | None, mask: RigMask | None) -> Sampled | None:
         """What is drawn with a mask, at the last moment. A late one leaves its row without a token."""
-        if drawn is None or mask is None:
+        if mask is None:
             return drawn
-        self.late += not mask.ready
-        return mask.draw(drawn.token) if mask.ready else None
+        self.late += drawn is None or not mask.ready
+        return mask.draw(drawn.token) if drawn is not None and mask.ready else None
 
 
 class OverlappedRig(Rig):

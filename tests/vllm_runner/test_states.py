@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 pytest.importorskip("vllm")
 
 from baton.checkpoint_files import read_object
 from baton.client import Generated
 from baton.config import Config
+from baton.messages import Grammar
 from deploy.local import LocalCluster
-from engine.step.batch import Chunk
+from engine.sampling.grammars import GrammarCompiler
+from engine.sampling.host_sampler import HostSampler
+from engine.step.batch import Chunk, ComputedMask, Sampled, TokenDraw
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.window_groups import WindowGroups
 from tests.support import checkpoints, workload
@@ -36,6 +42,7 @@ NEAR, SHARE = 0.4, 0.85
 """Logits have a deviation of 1.1. In bfloat16, transformers' own were off by 0.03, and at most by 0.26."""
 PROMPTS = [prompt for prompt in workload.prompts(PAGE) if len(prompt) <= 700][::4]
 LONG = 100  # tokens
+LETTERS = Grammar("regex", "[a-f ]{200,210}", checkpoints.EOS, ignore_eos=True)
 SETTINGS = {
     "model.engine": "vllm",
     "pages.page_size": PAGE,
@@ -87,17 +94,39 @@ class Paged(Generation):
         return super().chunk(self._groups.longest_chunk(self.computed, size))
 
 
+class Masked(Paged):
+    """Its draws have masks, of which some are late: the token before such a draw comes again."""
+
+    late = 0
+
+    def chunk(self, size: int = driver.TOKENS) -> Chunk:
+        chunk = super().chunk(size)
+        if chunk.sample is None:
+            return chunk
+        late = (len(self.tokens) + self.late) % 3 == 0
+        mask = ComputedMask(None if late else np.ones(checkpoints.VOCAB, np.bool_), ready=not late)
+        return structs.replace(chunk, sample=structs.replace(chunk.sample, mask=mask))
+
+    def take(self, chunk: Chunk, sampled: Sampled | None) -> None:
+        if chunk.sample is None or sampled is not None:
+            super().take(chunk, sampled)
+        else:
+            self.computed, self.late = chunk.end - 1, self.late + 1
+
+
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_greedy_tokens_are_those_of_transformers(eager: bool, path: Path) -> None:
-    """Chunks of random sizes in steps of random members, also one launched before the other has ended."""
+    """Chunks of random sizes in steps of random members, also one launched before the other has ended, and with masks
+    of which every third is late."""
     model = driver.load(path, dtype_of(path), eager=eager, page_size=PAGE, pages=40)
     reference = checkpoints.reference(path)
     try:
         assert model.groups == WindowGroups(STATES, 2, PAGE, states=True)
         lengths = (170, 2 * PAGE, 5)
-        for run in (driver.run, driver.run_ahead):
-            sequences = [Paged(model, prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
+        for run, kind in ((driver.run, Paged), (driver.run_ahead, Paged), (driver.run, Masked)):
+            sequences = [kind(model, prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
             run(model, sequences, 70)
+            assert kind is Paged or all(one.late > 30 for one in sequences)
             if model.layout.dtype == "bfloat16":
                 likely(reference, [(one.tokens[:-70], one.tokens[-70:]) for one in sequences], NEAR, SHARE)
                 continue
@@ -145,3 +174,33 @@ def test_streams_outlive_the_death_of_a_worker(victim: str, shape: tuple[int, in
         os.kill(running.pids[victim], signal.SIGKILL)
         compare(path, PROMPTS, (done := answers.result(timeout=300)), LONG)
         assert any(one.work.attempts > 1 for one in done)
+
+
+def test_outputs_follow_a_grammar_on_the_next_worker_too(paths: Callable[[str], Path], tmp_path: Path) -> None:
+    """Tokens are those drawn one by one from transformers' logits, though the worker that began with them has died."""
+    path, prompts = paths("granite4"), [prompt_of(length, length) for length in (40, 60, 150)]
+    drawing = {"structured_output": {"regex": LETTERS.text}, "temperature": 1.0, "seed": 5}
+    with (
+        LocalCluster(settings_of(path, 1, 2), tmp_path, patience=200.0) as running,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answers = pool.submit(workload.ask_all, running.address, prompts, 40, **drawing)
+        eventually(lambda: metric(running, "decode-0", "generation_tokens_total") > 0, what="the victim at work")
+        os.kill(running.pids["decode-0"], signal.SIGKILL)
+        done = answers.result(timeout=300)
+    assert any(one.work.attempts > 1 for one in done)
+    reference, compiler = checkpoints.reference(path), GrammarCompiler(path, checkpoints.VOCAB, lambda: None)
+    try:
+        for prompt, answer in zip(prompts, done, strict=True):
+            assert re.fullmatch("[a-f ]{40,}", answer.text)
+            tokens = list(prompt)
+            grammar = compiler.follow(LETTERS, (checkpoints.EOS,), prompt, len(prompt))
+            eventually(lambda grammar=grammar: grammar.ready, what="the grammar")
+            for token in answer.token_ids:
+                (mask := grammar.mask(tokens)).compute()
+                draw = TokenDraw(temperature=1.0, seed=5, mask=mask)
+                (right,) = HostSampler().sample(reference.logits(tokens)[-1:], [draw], [len(tokens)])
+                assert token == right.token
+                tokens.append(token)
+    finally:
+        compiler.close()
