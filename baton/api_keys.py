@@ -154,7 +154,6 @@ class KeyRing:
             self._seen = seen
 
     def find(self, credential: str) -> Identity | None:
-        """Return the client that has this key."""
         if len(credential) > _MAX_KEY or not credential.isascii():
             return None
         digest = hash_of(credential)

@@ -53,7 +53,6 @@ class AttemptTable(Mapping[str, A], Generic[A]):
         return self._attempts.values()
 
     def add(self, attempt: A) -> None:
-        """Take an attempt at a request that has none here."""
         assert attempt.name.request not in self._attempts, attempt.name
         self._attempts[attempt.name.request] = attempt
 

@@ -125,7 +125,6 @@ class Results:
             raise
 
     def add(self, result: Result) -> None:
-        """Append a result to its file."""
         line = msgspec.json.encode(result) + b"\n"
         with self._lock:
             file = self._output if result.completed else self._errors

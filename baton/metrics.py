@@ -249,7 +249,6 @@ class Metrics(Collector):
         return f"{bracketed(host)}:{self._server.port}"
 
     def text(self) -> bytes:
-        """The page as it is now."""
         return generate_latest(_OfModels(self._beside) if self._beside else self.registry)
 
     def page(self) -> bytes:

@@ -70,7 +70,6 @@ class StepCoefficients:
         return self.fixed, self.token, self.pair, self.row, self.context, self.mixed
 
     def of(self, tokens: int = 0, pairs: int = 0, rows: int = 0, context: int = 0) -> float:
-        """Seconds of such a step."""
         both = self.mixed if tokens and rows else 0.0
         prompts = tokens * self.token + pairs * self.pair
         return self.fixed + prompts + rows * self.row + context * self.context + both
@@ -108,12 +107,10 @@ class StepCostModel:
 
     @property
     def knows_anything(self) -> bool:
-        """Whether any step has been observed."""
         return bool(self._weights.any())
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether any step with prompts has been observed."""
         return self.largest > 0
 
     def observe(self, *steps: StepSample) -> None:

@@ -59,7 +59,6 @@ class SequenceAdmission:
         return left >= self._reserve.pages_to_keep([*outlooks, _outlook(sequence, pages, own)], self._page_size)
 
     def growth_reserve(self, holders: Collection[Sequence]) -> int:
-        """Pages to keep free for these."""
         return self._reserve.pages_to_keep([self._outlook(each) for each in holders], self._page_size)
 
     def sequence_ended(self, sequence: Sequence, cut: bool) -> None:

@@ -59,17 +59,14 @@ class DraftModel:
         """See `Drafter`. It learns what was drawn from the tokens."""
 
     def most(self, sequence: Sequence) -> int:
-        """See `Drafter`."""
         return self._max_positions - len(sequence.tokens)
 
     def catching_up(self, sequence: Sequence) -> float:
-        """See `Drafter`."""
         context = self._contexts.get(sequence.name)
         tokens = len(sequence.tokens) - (0 if context is None else context.computed + len(context.ahead))
         return self.costs.seconds(tokens, pairs(tokens)) if tokens > _FEW else 0.0
 
     def seconds(self, steps: int, sequences: int, context: int) -> float:
-        """See `Drafter`."""
         first, further = self._lately
         return (first + (steps - 1) * further) * self.costs.seconds(rows=sequences, context=context)
 

@@ -80,7 +80,6 @@ class LearnedGrowthReserve:
         self._widths: _Vector = np.append(widths, np.inf)
 
     def output_ended(self, begun: int, generated: int, cut: bool) -> None:
-        """See `GrowthReserve`."""
         keep = 1 - 1 / _REMEMBERED
         self._ends *= keep
         self._seen *= keep

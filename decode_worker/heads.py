@@ -36,7 +36,6 @@ class HeadsDrafter:
         self._lately = 1.0  # times what the cost says
 
     def drew(self, plan: ScheduledBatch, drawn: Items[Items[Sampled]]) -> None:
-        """See `Drafter`."""
         self._rows.clear()
         row = 0
         for (name, chunk), each in zip(plan.items(), drawn, strict=True):
@@ -45,19 +44,15 @@ class HeadsDrafter:
             row += 0 if chunk.sample is None else 1 + len(chunk.verify)
 
     def most(self, sequence: Sequence) -> int:
-        """See `Drafter`."""
         return self._count if sequence.name in self._rows else 0
 
     def seconds(self, steps: int, sequences: int, context: int) -> float:
-        """See `Drafter`."""
         return steps * self._lately * (self._fixed + self._row * sequences)
 
     def catching_up(self, sequence: Sequence) -> float:
-        """See `Drafter`."""
         return 0.0
 
     def guess(self, drafts: Items[Draft], within: float | None) -> float:
-        """See `Drafter`."""
         rows = [
             HiddenRow(
                 self._rows[draft.sequence.name], draft.sequence.tokens[-1], len(draft.sequence.tokens),

@@ -540,7 +540,6 @@ class DecodeScheduler:
         return commands
 
     def _tell_scores(self, sequence: Sequence, position: int) -> list[DecodeCommand]:
-        """Tell the log-probabilities of the prompt from that position on."""
         return [
             SendToRouter(
                 PromptLogprobs(

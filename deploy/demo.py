@@ -103,7 +103,6 @@ def run(cluster: DemoCluster) -> int:
 
 
 def _processes(folder: Path, state: State | None) -> list[ProcessIdentity]:
-    """Return every process of the cluster and of its Ray."""
     overview = read_overview(folder)
     views = overview.processes if overview is not None else ()
     mine = [view.identity for view in views if view.identity is not None]

@@ -133,7 +133,6 @@ class Engine:
             self._cuda = _Cuda(CudaCopies(self.pages.bytes), launcher, StepWatch())
 
     def _compute_with(self, model_weights: ModelWeights) -> None:
-        """Take these weights in the place of those before."""
         config, layout, pool = self.config, self.layout, self.pool
         self.dtype = model_weights.embedding.dtype
         self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
@@ -203,7 +202,6 @@ class Engine:
 
     @staticmethod
     def pages_for(memory_bytes: int, layout: PageLayout) -> int:
-        """How many pages fit into so much memory."""
         return memory_bytes // layout.page_bytes
 
     # --- as a runner ------------------------------------------------------------------------------------------------

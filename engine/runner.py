@@ -169,7 +169,6 @@ class FinishedStep:
     def timed(
         cls, run: Callable[[], tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws, PageWeights]]
     ) -> FinishedStep:
-        """Run a step here and now."""
         began = time.perf_counter()
         sampled, scores, verified, weights = run()
         return cls(StepResults(sampled, scores, time.perf_counter() - began, verified, weights))

@@ -704,7 +704,6 @@ class PrefillScheduler:
         return Heartbeat(heard, load, self._step, attempts=self._requests.held_for(router), others=others)
 
     def _load(self, active: Sequence[PrefillRequest]) -> LoadReport:
-        """What these prompts make of our load."""
         running = sum(job.phase is PrefillPhase.COMPUTING for job in active)
         queued = sum(job.pending - self._made_by_others(job) for job in active)
         return LoadReport(running=running, waiting=len(active) - running, tokens_queued=queued)

@@ -113,7 +113,6 @@ class GenerationRequest(Struct, frozen=True):
 
     @property
     def prompt(self) -> int:
-        """How many tokens the prompt has."""
         return len(self.tokens) // TOKEN_BYTES
 
     def sample(self, number: int) -> GenerationRequest:

@@ -459,7 +459,6 @@ class ClusterMembership:
         return mine is not None and other is not None and mine.order < other.order
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         names = [member.peer.name for member in self._live.values()]
         assert len(names) == len(set(names)), f"two live processes of one name: {names}"
         assert sum(map(len, self._by_role.values())) == len(self._live)

@@ -18,7 +18,6 @@ class Feed:
         self.digest = 0  # for `Heartbeat.digest`
 
     def batches(self, changes: Sequence[TierChanges]) -> Iterator[KvEventBatch]:
-        """Yield the event batches for `changes`."""
         for part in in_parts(changes):
             events: list[KvEvent] = []
             for medium, of_tier in part:

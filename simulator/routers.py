@@ -55,7 +55,6 @@ class SimulatedRouterLinks:
             yield RouterMessage(envelope.sender, envelope.message)
 
     def tick(self, now: float) -> Iterator[RouterLost]:
-        """Yield the routers that are lost by now."""
         for address, membership in self._links:
             yield from self._follow(address, membership.tick(now))
 

@@ -31,11 +31,9 @@ class StepRun:
         return self.began + self.seconds(self.steps)
 
     def seconds(self, steps: int) -> float:
-        """Return the duration of the first `steps` steps."""
         return steps * self._first + self._growth * (steps * (steps - 1) // 2)
 
     def ended(self, now: float) -> int:
-        """Return the number of steps that have ended by `now`."""
         steps = min(self.steps, int((now - self.began) / self._first))
         while steps and self.began + self.seconds(steps) > now:
             steps -= 1
@@ -76,7 +74,6 @@ class RunDecodeScheduler(DecodeScheduler):
         return min(_repeatable_steps(self._sequences[name.request], chunk.end) for name, chunk in plan.items())
 
     def tokens_of(self, request: str) -> Sequence[int]:
-        """Return the known tokens of a sequence."""
         return self._sequences[request].tokens
 
     def _run_done(self, done: RunDone, now: float) -> list[DecodeCommand]:
@@ -89,7 +86,6 @@ class ReadPrefillScheduler(PrefillScheduler):
     """A prefill worker's scheduler whose prompts can be read."""
 
     def tokens_of(self, request: str) -> Sequence[int]:
-        """Return the tokens of a prompt."""
         return self._requests[request].tokens
 
 

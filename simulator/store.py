@@ -66,7 +66,6 @@ class SimulatedStore(StoreShell):
         return connection
 
     def call(self, worker: SimulatedWorker, call: Any) -> None:
-        """Send a worker's call to this store."""
         self._network.call(worker.connection, self.peer.incarnation, self.hear, worker.connection, call)
 
     def hear(self, connection: int, call: Any) -> None:
@@ -116,7 +115,6 @@ class SimulatedStore(StoreShell):
         )
 
     def snapshot(self) -> list[msg.Snapshot]:
-        """Return a snapshot for followers of its KV events."""
         self._publish()
         return self.feed.snapshot(self.state.snapshot())
 

@@ -115,7 +115,6 @@ def _work_of_sessions(setting: Setting) -> _Work:
 
 
 def serve(setting: Setting, trial: Trial) -> TrialResult:
-    """Simulate a trial and return its result."""
     cluster = SimulatedCluster(trial.layout, setting.timing, setting.config, setting.seed)
     speed, objectives = trial.speed, setting.objectives
     if setting.sessions:

@@ -105,13 +105,11 @@ class SimulatedWorker(WorkerShell):
     # --- called by others ---------------------------------------------------------------------------------------------
 
     def receive_from_router(self, place: int, envelope: msg.Envelope[Any]) -> None:
-        """Take a router's message."""
         self._inbox.append((place, envelope))
         if self._run is None or not self._can_wait(envelope):
             self._arrived("all")
 
     def receive_from_store(self, reply: Any, connection: int) -> None:
-        """Take the store's reply."""
         if connection == self.connection:
             self._from_store.append(reply)
             self._arrived("store")
@@ -158,7 +156,6 @@ class SimulatedWorker(WorkerShell):
         self._process.end()
 
     def snapshot(self) -> list[msg.Snapshot]:
-        """Return a snapshot for followers of its KV events."""
         self.publish()
         return self.feed.snapshot(page_runs(((page.key, page.parent) for page in self.state.blocks.pages()), "GPU"))
 

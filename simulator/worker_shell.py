@@ -90,7 +90,6 @@ class WorkerShell:
     # --- out --------------------------------------------------------------------------------------------------------
 
     def carry_out(self, commands: Iterable[SendToRouter | CallStore | DuplicatePage | ComparePages]) -> None:
-        """Carry out the scheduler's commands."""
         for command in commands:
             match command:
                 case SendToRouter(message=message, router=router):

@@ -35,9 +35,7 @@ class DeviceMemory(Protocol):
         """What this process's tensors take now."""
         ...
 
-    def begin_peak(self) -> None:
-        """Forget the peak so far."""
-        ...
+    def begin_peak(self) -> None: ...
 
     def peak(self) -> int:
         """Return the most that this process's tensors have taken since `begin_peak`."""

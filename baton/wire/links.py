@@ -76,7 +76,6 @@ class Listener:
         return sequence
 
     def forget(self, incarnation: str) -> None:
-        """No more will be sent to this incarnation."""
         self._sequences.pop(incarnation, None)
 
     def close(self) -> None:

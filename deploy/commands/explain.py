@@ -82,7 +82,6 @@ def explain(
 
 
 def requests(console: Console, summaries: Sequence[RequestSummary]) -> None:
-    """Print a line for each request."""
     figures = (">age", ">prompt", ">cached", ">output", ">TTFT, ms", ">TPOT, ms", ">attempts")
     table = new_table("request", "state", *figures, "on")
     for one in summaries:

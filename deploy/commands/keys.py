@@ -127,7 +127,6 @@ def listed(path: Path) -> list[dict[str, Any]]:
 
 
 def show(console: Console, path: Path, rows: list[dict[str, Any]]) -> None:
-    """Print a line for each key."""
     if not rows:
         refused = "every client is refused" if path.exists() else "clients need no key"
         console.print(f"there are no keys in {escape(str(path))}; {refused}")

@@ -77,7 +77,6 @@ class Filter:
     level: Level = Level.DEBUG
 
     def matches(self, record: Record) -> bool:
-        """Whether a record is shown."""
         return record.level >= self.level and self.text in record.text
 
 
@@ -133,7 +132,6 @@ class LogFile:
         return read
 
     def _records(self, lines: Iterable[str]) -> list[Record]:
-        """Join the lines of each record."""
         records: list[Record] = []
         for line in lines:
             if match := _RECORD.match(line):

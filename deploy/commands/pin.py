@@ -168,7 +168,6 @@ def pin_prefixes(
 
 
 def _show_pinned(source: str, outcome: PinOutcome) -> None:
-    """Print the outcome of one prefix in one line."""
     if outcome.pinned is None:
         err.print(f"[red]{escape(source)}:{outcome.line}[/] {escape(str(outcome.error))}")
         return
@@ -191,7 +190,6 @@ def _show_pinned_all(outcomes: Sequence[PinOutcome]) -> None:
 
 
 def _show_pins(pins: Sequence[Pin]) -> None:
-    """Print a line for each pin."""
     table = new_table("pin", "tenant", ">tokens", ">pages", ">size", ">for another", "node")
     for pin in pins:
         node = escape(pin.node) or "[yellow]being made anew[/]"

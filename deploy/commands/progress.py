@@ -45,7 +45,6 @@ class Progress:
         self._console.print(f"[dim]{time.monotonic() - self._begin:5.1f} s[/]  {escape(text)}")
 
     def watch(self, overview: ClusterOverview) -> None:
-        """Print the changes since the last overview."""
         for view in overview.processes:
             if self._conditions.get(view.name) != view.condition:
                 self._conditions[view.name] = view.condition

@@ -133,7 +133,6 @@ def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
 
 
 def show(console: Console, advice: AdviceResult) -> None:
-    """Print a table, a plot, and the advice."""
     kind = "worker" if advice.gpus == 1 else f"worker of {advice.gpus} GPUs"
     console.print(f"{advice.workers} × {kind}; rates are requests a second\n")
     figures = (">highest rate", ">goodput", ">TTFT, s", ">TPOT, ms", ">hits", ">prefill", ">decode")

@@ -46,7 +46,6 @@ class GpuFacts:
 
 
 def read_facts(config: Config) -> GpuFacts:
-    """Look at the machine."""
     if not (gpus := visible_gpus().gpus):
         return GpuFacts()
     import torch

@@ -47,7 +47,6 @@ class ProcessLedger:
         return tuple(self._seen)
 
     def placed(self) -> dict[str, str]:
-        """Return the node of every process that is not gone."""
         return {name: seen.node for name, seen in self._seen.items() if seen.condition is not Condition.GONE}
 
     def started(self, name: str, node: str, now: float) -> None:
@@ -79,7 +78,6 @@ class ProcessLedger:
         return actions
 
     def views(self, desired: Sequence[ProcessSpec], now: float) -> tuple[SupervisedProcess, ...]:
-        """Return every process that is desired or still exists."""
         specs = {spec.name: spec for spec in desired}
         extra = [ProcessSpec(name, role_of(name), seen.node) for name, seen in self._seen.items() if name not in specs]
         return tuple(self._view(spec, now) for spec in (*desired, *extra))

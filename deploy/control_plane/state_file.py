@@ -52,7 +52,6 @@ class State(msgspec.Struct, frozen=True):
 
     @property
     def first(self) -> ServiceAddresses:
-        """The addresses of the first router."""
         return next(iter(self.routers.values()))
 
     @property

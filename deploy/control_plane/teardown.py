@@ -16,7 +16,6 @@ Say = Callable[[str], None]
 
 
 def namespace_of(cluster: str) -> str:
-    """Return the Ray namespace of a cluster."""
     return f"baton-{cluster}"
 
 

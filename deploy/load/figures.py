@@ -95,7 +95,6 @@ def figures(outcomes: Sequence[Outcome], objectives: Objectives) -> list[Figure]
 
 
 def errors(outcomes: Sequence[Outcome]) -> Counter[str]:
-    """Failed requests by reason."""
     return Counter(one.failed for one in outcomes if one.failed)
 
 

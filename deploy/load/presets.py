@@ -56,12 +56,10 @@ def spread(average: float, deviation: float) -> Lengths:
 
 
 def fixed(length: int) -> Lengths:
-    """Return the distribution of one length."""
     return Lengths("fixed", length)
 
 
 def mean(lengths: Lengths) -> float:
-    """Return the mean of a distribution."""
     match lengths.kind:
         case "fixed":
             return lengths.first

@@ -20,5 +20,4 @@ HEADS = DEMO_MODEL.with_name("baton-demo-heads")
 
 
 def with_demo_model(config: Config) -> Config:
-    """Return the configuration with `DEMO_MODEL` as its model."""
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(DEMO_MODEL)))

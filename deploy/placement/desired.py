@@ -67,7 +67,6 @@ class ClusterScale:
 
 
 def role_of(name: str) -> Role:
-    """Return the role of the process of that name."""
     return cast(Role, name.partition("-")[0])
 
 
@@ -77,7 +76,6 @@ def scale_of(config: Config) -> ClusterScale:
 
 
 def name_of(role: Role, pool: int, index: int) -> str:
-    """Return the name of a worker or store of a model."""
     return f"{role}-m{pool}-{index}" if pool else f"{role}-{index}"
 
 

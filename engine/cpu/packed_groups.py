@@ -64,7 +64,6 @@ class PackedGroups:
 
 
 def knows(groups: AffineGroups) -> bool:
-    """Whether the kernels know such groups."""
     of = groups.group_of
     return _size(groups) is not None and (of is None or bool((of.bincount() == groups.group).all()))
 

@@ -26,7 +26,6 @@ class Download:
             self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def wait(self) -> npt.NDArray[Any]:
-        """Return the numbers once they are here."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._tensor.cpu().numpy()

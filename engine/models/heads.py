@@ -47,7 +47,6 @@ class HeadsSpec(Struct, frozen=True):
         return {what: f"speculator.{name}" for what, name in names.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of all tensors, by name."""
         wide, inner = (self.vocab_size, self.inner_size), (self.inner_size,)
         shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.count):
@@ -57,7 +56,6 @@ class HeadsSpec(Struct, frozen=True):
         return shapes
 
     def config(self) -> dict[str, Any]:
-        """Return `config.json` of the checkpoint."""
         return {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": TYPE,

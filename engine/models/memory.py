@@ -62,7 +62,6 @@ def activation_bytes(
 
 
 def _parts(value: Any) -> list[torch.Tensor | Linear]:
-    """Return the tensors and products of a part of the weights."""
     match value:
         case None:
             return []

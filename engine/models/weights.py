@@ -272,7 +272,6 @@ class _Tensors:
         ]
 
     def expert(self, number: int) -> list[_Matrix]:
-        """Gate, up and down of one expert."""
         assert self.experts is not None
         prefix = f"{self._prefix}{self._names.experts.format(number)}."
         hidden, inner = self.spec.hidden_size, self.experts.intermediate_size
@@ -297,7 +296,6 @@ class _Tensors:
         return {one: (f"{self._prefix}{self._names.norms[one]}.weight", shape) for one, shape in shapes.items()}
 
     def stored(self) -> dict[str, Shape]:
-        """Name and shape of all tensors."""
         matrices, tensors = self.matrices, dict(self.norms.values())
         if self.experts is not None:
             matrices += [one for number in range(self.experts.count) for one in self.expert(number)]

@@ -83,7 +83,6 @@ class DeviceSampler:
         return LaunchedDraws(logits.float(), draws, positions, self._counters, self._prefix, self._wide)
 
     def score(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[PromptTokenLogprob]:
-        """As `Sampler.score`."""
         return self.launch_scores(logits, targets, top).collect()
 
     @torch.inference_mode()

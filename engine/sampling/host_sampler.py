@@ -52,7 +52,6 @@ class HostSampler:
         positions: Sequence[int],
         best: Sequence[int] | None = None,
     ) -> list[Sampled]:
-        """As `Sampler.sample`."""
         raw = logits = logits.float()
         rows = raw.numpy()
         if best is None:
@@ -92,7 +91,6 @@ class HostSampler:
         return sampled
 
     def score(self, logits: torch.Tensor, targets: Sequence[int], top: int) -> list[PromptTokenLogprob]:
-        """As `Sampler.score`."""
         logits = logits.float()
         chosen = torch.tensor(list(targets))[:, None]
         ranks: list[int] = (logits > logits.gather(1, chosen)).sum(dim=-1).tolist()

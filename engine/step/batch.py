@@ -34,9 +34,7 @@ class TokenMask(Protocol):
     failure: str  # why there is no mask; "" otherwise
 
     @property
-    def ends(self) -> Collection[int]:
-        """The tokens that end the output."""
-        ...
+    def ends(self) -> Collection[int]: ...
 
     @property
     def slow(self) -> bool:
@@ -191,7 +189,6 @@ class Chunk(Struct, frozen=True, gc=False):
 
     @property
     def proposals(self) -> Sequence[int]:
-        """Those of its tokens that are proposals."""
         return self.tokens[len(self.tokens) - len(self.verify) :]
 
     @property

@@ -84,7 +84,6 @@ class Child:
 
     @property
     def has_ranks(self) -> bool:
-        """There are several."""
         return self._ranks.size > 1
 
     def loaded(self) -> Loaded:
@@ -115,7 +114,6 @@ class Child:
         return Copied()
 
     def carry_out(self, order: Step | AddAdapter | RemoveAdapter | Duplicate | Out | In) -> Answer | None:
-        """Return the answer, if there is one to this kind of order."""
         began = time.perf_counter()
         match order:
             case Step():

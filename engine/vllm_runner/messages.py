@@ -85,7 +85,6 @@ class Load(Struct, frozen=True, tag=True):
 
     @property
     def stage_ranks(self) -> int:
-        """The ranks of a stage."""
         return self.ranks // self.stages
 
     @property

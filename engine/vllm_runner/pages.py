@@ -104,7 +104,6 @@ model's dtype, its convolution's, and those in float32."""
 
 
 def has_states(config: Mapping[str, Any]) -> bool:
-    """Whether a model keeps recurrent states."""
     return config.get("model_type") in _STATES
 
 

@@ -90,7 +90,6 @@ class ChildProcess(Protocol):
 
 
 def launch_child(fd: int, environment: Mapping[str, str]) -> ChildProcess:
-    """Start a child at the other end of the socket `fd`."""
     argv = [sys.executable, "-m", "engine.vllm_runner.child", str(fd)]
     return subprocess.Popen(argv, pass_fds=[fd], env=environment, stdin=subprocess.DEVNULL)  # noqa: S603 - a list, no shell
 
@@ -267,7 +266,6 @@ class VllmRunner:
         device: str,
         cards: tuple[AdapterCard, ...],
     ) -> Self:
-        """Start a child and have it load."""
         with contextlib.ExitStack() as undo:
             folder = _folder()
             undo.callback(folder.remove)

@@ -81,7 +81,6 @@ class LeafFirstLru(Generic[V]):
         del self._order[node.key]
 
     def validate(self, tree: RadixTree[V]) -> None:
-        """Check every invariant; for tests."""
         place = {key: position for position, key in enumerate(self._order)}
         for node in tree.preorder():
             assert node.pins >= 0

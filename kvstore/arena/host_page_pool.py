@@ -115,7 +115,6 @@ class HostPagePool:
         return self.slots - len(self._free) - self.reserved - self.unlisted
 
     def find(self, key: bytes) -> HostPage | None:
-        """The sealed page of `key`."""
         node = self._tree.find(key)
         return None if node is None else node.value.page
 

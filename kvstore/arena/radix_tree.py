@@ -87,7 +87,6 @@ class RadixTree(Generic[V]):
         return self._walk([node for node in self._nodes.values() if node.parent is None])
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         for key, node in self._nodes.items():
             assert node.key == key
             if node.parent is not None:

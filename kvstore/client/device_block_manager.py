@@ -246,7 +246,6 @@ class DeviceBlockManager:
         ]
 
     def find(self, key: bytes) -> CachedPage | None:
-        """The page that is cached under `key`."""
         node = self._tree.find(key)
         return None if node is None else CachedPage(key, node.parent_key, node.value, node.value in self._apart)
 
@@ -279,7 +278,6 @@ class DeviceBlockManager:
         )
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         self._tree.validate()
         self._lru.validate(self._tree)
         free = set(self._free)

@@ -61,7 +61,6 @@ class CopiedIn(Struct, frozen=True):
 
     @property
     def pages(self) -> int:
-        """How many were copied."""
         return len(self.indices) + len(self.corrupt)
 
 
@@ -75,7 +74,6 @@ class CopiedOut(Struct, frozen=True):
 
     @property
     def pages(self) -> int:
-        """How many were copied."""
         return len(self.checksums)
 
 
@@ -283,11 +281,9 @@ class PageFetch(_Acquisition):
 
     @property
     def complete(self) -> bool:
-        """Every page is here."""
         return self.covered == len(self._keys)
 
     def handle(self, event: TransferEvent) -> list[protocol.StoreCall | Copy]:
-        """Take an event about one of this fetch's leases."""
         self._hear(event)
         match event:
             case protocol.PagesReady(lease=lease, pages=arrived):
@@ -344,12 +340,10 @@ class StorePages:
 
     @property
     def count(self) -> int:
-        """Pages in this write."""
         return len(self._keys)
 
     @property
     def done(self) -> bool:
-        """Every page is in the store."""
         return not self._missing
 
     def start(self) -> list[protocol.StoreCall]:
@@ -402,7 +396,6 @@ class CopyQueue:
         self._coming: dict[tuple[int, int], int] = {}  # device pages that are being copied into, by lease and index
 
     def __bool__(self) -> bool:
-        """Whether there is a copy to hand out."""
         return len(self._copies) > len(self._delayed())
 
     def add_copies(self, requests: Sequence[protocol.StoreCall | Copy]) -> list[CallStore]:

@@ -205,7 +205,6 @@ class PageFiles:
             (self.folder / f"{spread:02x}").mkdir(mode=0o700, exist_ok=True)
 
     def _take_spare(self, beside: str) -> None:
-        """Move a spare file to `beside`, if there is one."""
         with self._lock, contextlib.suppress(FileNotFoundError, KeyError):
             os.rename(self._spare.popitem()[0], beside)  # noqa: PTH104
 

@@ -261,7 +261,6 @@ class DiskTier:
         self._came(read, tuple((place, self._get(read.order.epoch, *pages[place])) for place in places))
 
     def _get(self, epoch: int, page: PageFile, slot: int) -> disk.ReadOutcome:
-        """Bring one page into its slot."""
         try:
             namespace = self._opened(epoch)
             room = self._arena(slot)

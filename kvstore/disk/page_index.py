@@ -63,7 +63,6 @@ class DiskPages:
         return len(keys)
 
     def can_follow(self, parent: bytes) -> bool:
-        """Whether a page may hang from `parent`."""
         return parent == START or parent in self._tree
 
     def plant(self, page: StoredPage) -> None:
@@ -121,7 +120,6 @@ class DiskPages:
         return [node.value for node in nodes]
 
     def clear(self) -> None:
-        """All pages go."""
         for node in reversed(list(self._tree.preorder())):
             if node.value.readable:
                 self._changes.removed(node.key)  # not Cleared, which would be of every tier

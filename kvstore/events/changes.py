@@ -101,7 +101,6 @@ def digest(keys: Sequence[bytes], medium: Medium) -> int:
 
 
 def packed_digest(keys: bytes, medium: Medium) -> int:
-    """The digest of packed keys."""
     return _turned(int(np.bitwise_xor.reduce(np.frombuffer(keys, "<u8")[1::2])), medium)
 
 

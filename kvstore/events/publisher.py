@@ -75,7 +75,6 @@ class KvEventPublisher:
 
     @property
     def metric_samples(self) -> Mapping[str, Sample]:
-        """For the metrics page."""
         return {"kv_event_answers_dropped": self._answers.dropped, "kv_event_digests_corrected": self._corrected}
 
     def publish(self, changes: Sequence[TierChanges], page_size: int) -> None:

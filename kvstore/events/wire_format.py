@@ -153,7 +153,6 @@ def decode(topic: bytes, sequence: int, payload: bytes) -> KvEventBatch:
 
 
 def event_of(change: CacheChange, medium: Medium, page_size: int) -> KvEvent:
-    """Return the event that tells of a change."""
     match change:
         case PagesStored(parent=parent, keys=keys, tokens=tokens):
             return BlockStored(keys, parent or None, tokens, page_size, None, medium, None)

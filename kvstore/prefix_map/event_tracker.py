@@ -104,7 +104,6 @@ class EventTracker:
         return [RequestSnapshot(holder)]
 
     def forget(self, holder: str) -> None:
-        """The holder is gone."""
         self._sources.pop(holder, None)
 
     # --- what comes in ----------------------------------------------------------------------------------------------

@@ -232,7 +232,6 @@ class KeyRuns:
             del self.groups[group.mask]
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         runs = {run for group in self.groups.values() for run in group.runs}
         for mask, group in self.groups.items():
             assert mask == group.mask

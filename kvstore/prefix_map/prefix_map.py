@@ -212,7 +212,6 @@ class PrefixMap:
         }
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         self._runs.validate()
         assert len({me.shift for me in self._holders.values()}) == len(self._holders), "two holders in one place"
         everybody = sum(me.field for me in self._holders.values())

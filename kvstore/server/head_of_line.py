@@ -47,7 +47,6 @@ class HeadOfLine:
         return True
 
     def granted(self, process: ClientProcess, prompt: int) -> None:
-        """Note that this prompt has the slots that it asked for."""
         if self._head == (process, prompt):
             self._waits = False
 

@@ -541,7 +541,6 @@ class InboundTransfers:
         )
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         reservations = list(self.reservations)
         assert len(reservations) == self._reserved <= self._allowed
         assert all(reservation.writer == STORE or reservation.node is None for reservation in reservations)

@@ -68,7 +68,6 @@ class PageWaiters:
 
     @property
     def awaited_keys(self) -> Iterator[bytes]:
-        """Every key that is waited for."""
         return iter(self._waiting)
 
     def awaited(self, key: bytes) -> bool:
@@ -76,7 +75,6 @@ class PageWaiters:
         return key in self._waiting
 
     def worker_awaits(self, key: bytes) -> bool:
-        """Whether a worker waits for `key`."""
         return any(isinstance(waiter, Lease) for waiter in self._waiting.get(key, ()))
 
     def named(self, key: bytes, store: str) -> bool:
@@ -85,7 +83,6 @@ class PageWaiters:
         return any(isinstance(t, Lease) and any(s.store == store for s in t.sources_of(i)) for t, i in waiting)
 
     def promised(self, key: bytes) -> bool:
-        """Return whether another store waits here for `key`."""
         return any(not isinstance(waiter, Lease) for waiter in self._waiting.get(key, ()))
 
     def of(self, key: bytes) -> Mapping[PageWaiter, int]:
@@ -129,7 +126,6 @@ class PageWaiters:
         return list(first.items())
 
     def validate(self, waiters: Iterable[PageWaiter]) -> None:
-        """Check every invariant; for tests."""
         expected = {(waiter.keys[index], id(waiter), index) for waiter in waiters for index in waiter.waits}
         here = {(key, id(t), index) for key, waiting in self._waiting.items() for t, index in waiting.items()}
         assert here == expected

@@ -548,7 +548,6 @@ class StoreState:
         )
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         leases = list(self._leases())
         self._tiers.validate(leases)
         for lease in leases:

@@ -81,7 +81,6 @@ class TierManager:
     # --- what workers do ------------------------------------------------------------------------------------------
 
     def sealed(self, pages: Sequence[HostPage]) -> TierResult:
-        """A worker has sealed these."""
         turn = TierResult()
         for page in pages:
             self._arrive(page, turn)
@@ -390,7 +389,6 @@ class TierManager:
         return [*page_runs(self.pages.pages(), "CPU"), *page_runs(self.disk.pages(), "DISK")]
 
     def validate(self, leases: Sequence[Lease]) -> None:
-        """Check every invariant; for tests."""
         self.pages.validate()
         self.loads.validate()
         self.disk.validate()

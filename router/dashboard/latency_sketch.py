@@ -20,7 +20,6 @@ class LatencySketch:
         self._past = deque[Counter[int]](maxlen=seconds)
 
     def add(self, duration: float) -> None:
-        """Count one duration, seconds."""
         self._now[min(_LAST, int(log(duration / _SHORTEST) / _STEP)) if duration > _SHORTEST else 0] += 1
 
     def turn(self) -> None:

@@ -45,11 +45,9 @@ class DashboardMonitor:
         self._samples.gap(seconds)
 
     def ended(self, end: RequestEnded) -> None:
-        """A request has ended."""
         self._samples.ended(end)
 
     def logged(self, line: Log, now: float) -> None:
-        """The state has written a line to the log."""
         self._notices.logged(line, now)
 
     def sample(self, now: float, at_ms: int) -> None:
@@ -114,5 +112,4 @@ class DashboardMonitor:
         )
 
     def history(self) -> History:
-        """All samples."""
         return History(COLUMNS, [*self._samples.newest])

@@ -47,7 +47,6 @@ class Notices:
         self._count = 0
 
     def logged(self, line: Log, now: float) -> None:
-        """The router writes a line to its log."""
         if line.detail or not (line.warning or line.kind in _KINDS):
             return
         kind = line.kind or "router"

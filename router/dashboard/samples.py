@@ -65,7 +65,6 @@ class Samples:
         self._itl.add(seconds)
 
     def ended(self, end: RequestEnded) -> None:
-        """A request has ended."""
         if isinstance(end.outcome, Finished) and (ttft := end.summary.timeline.ttft) is not None:
             self._ttft.add(ttft)
 

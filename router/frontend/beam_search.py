@@ -41,7 +41,6 @@ class Beam:
     parent: int = 0  # which of the beams before it goes on
 
     def extended(self, token: TokenLogprob, parent: int) -> Beam:
-        """This beam with one more token."""
         return Beam((*self.tokens, token.token), (*self.logprobs, token), self.total + token.logprob, parent)
 
 

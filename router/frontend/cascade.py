@@ -89,7 +89,6 @@ class Cascade(GenerationService):
         )  # fmt: skip
 
     def count(self, choice: CascadeChoice) -> None:
-        """Count a request by its choice."""
         self.driver.cascaded[choice.model, choice.chosen, choice.reason] += 1
 
 

@@ -416,7 +416,6 @@ def _check_prompt_logprobs(sampling: SamplingParams, prompt: int) -> None:
 
 
 def _rules(fields: Fields, model: ServedModel) -> LogitsRules | None:
-    """How logits are changed; None if they are not."""
     biases = fields.get("logit_bias", {})
     for token, value in biases.items():
         _check_token("logit_bias", token, model)

@@ -363,7 +363,6 @@ class _Search:
         return reason.startswith(_UNMET)
 
     def _alone(self, path: str, part: dict[str, Any], keyword: str) -> dict[str, Any]:
-        """Return a part with one of its keywords alone."""
         return {keyword: part[keyword]} | ({"$id": part["$id"]} if path == "#" else {})
 
     def _fault(self, path: str, holder: Any, key: Any, keyword: str) -> str:
@@ -416,7 +415,6 @@ class _Search:
 
 
 def _may_go(keyword: str, value: Any) -> bool:
-    """Whether a keyword can be left out."""
     return keyword not in _WELL_FORMED or not isinstance(value, _WELL_FORMED[keyword])
 
 

@@ -93,7 +93,6 @@ _COUNTERS = {
 
 
 def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
-    """Every metric that `stats` tells of."""
     utilization, advice = stats.utilization, stats.advice
     return {
         "num_requests_running": stats.running,

@@ -109,7 +109,6 @@ class HelperProcess:
         return await asyncio.shield(asking)  # if the client goes, its answer must still be read
 
     async def close(self) -> None:
-        """End the process."""
         started, self._started = self._started, None
         if started is None:
             return

@@ -82,7 +82,6 @@ class OutputStream:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the output, if one did."""
         return self._text.stop
 
     @property

@@ -96,7 +96,6 @@ class ServedModel:
 
     @cached_property
     def reasoning_end(self) -> str | None:
-        """The text that ends reasoning, if one does."""
         return self.chat_format.reasoning_end or self.tool_format.reasoning_end
 
     @cached_property
@@ -110,11 +109,9 @@ class ServedModel:
         return self.tool_format if tools else self.chat_format
 
     def special_tokens(self, texts: Iterable[str]) -> list[int]:
-        """The special tokens with some texts."""
         return [self.tokenizer.special_tokens[text] for text in texts] if self.tokenizer else []
 
     def has(self, name: str) -> bool:
-        """Whether clients may call it, or one of its adapters, so."""
         return name in (self.name, *self.aliases, *self.adapters)
 
     def check(self, name: str | None) -> None:

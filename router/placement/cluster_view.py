@@ -66,7 +66,6 @@ class ClusterView:
         return min(most, self._output)
 
     def learn_output(self, tokens: int) -> None:
-        """A request's whole output had so many tokens."""
         self._output += _WEIGHT * (tokens - self._output)
 
     @property

@@ -104,5 +104,4 @@ class KvIndex:
         return asks
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         self._map.validate()

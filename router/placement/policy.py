@@ -63,9 +63,7 @@ class PlacementPolicy(Protocol):
         """Whether to try a request that waits. One that certainly can't go now is passed by, however many there are."""
         ...
 
-    def ended(self, request: str) -> None:
-        """A request has ended, placed or not."""
-        ...
+    def ended(self, request: str) -> None: ...
 
 
 class LowestTtft:

@@ -102,7 +102,6 @@ class PromptHistory:
         self._num_removals = 0
 
     def note_removals(self, events: Sequence[KvEvent], now: float) -> None:
-        """Note the pages that a process dropped."""
         for event in events:
             if isinstance(event, BlockRemoved):
                 self._removals.setdefault((event.medium, now), []).extend(event.block_hashes)

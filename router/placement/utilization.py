@@ -111,7 +111,6 @@ class UtilizationMonitor:
         self.now: PoolUtilization | None = None  # as of the last look
 
     def prompt(self, seconds: float) -> None:
-        """Count the work of a prompt that was given to a worker."""
         self._prompts += seconds
 
     def generated(self, tokens: int, position: int) -> None:

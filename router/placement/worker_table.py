@@ -136,7 +136,6 @@ class WorkerTable:
         changed.clear()
 
     def mark_used(self, rows: Iterable[int]) -> None:
-        """These have been chosen."""
         self.use_count += 1
         for row in rows:
             self.last_used[row] = self.use_count

@@ -69,7 +69,6 @@ class RulePolicy:
         return worker is None or _has_room(worker, view)
 
     def ended(self, request: str) -> None:
-        """Forget the worker chosen for a request."""
         self._waiting.pop(request, None)
 
     def _choose(self, ask: PlacementRequest, view: ClusterView) -> _Waiting | Wait | Reject:

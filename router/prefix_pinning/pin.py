@@ -77,7 +77,6 @@ class PinnedPrefix:
 
     @property
     def attempt(self) -> AttemptName:
-        """The name of the attempt at hand."""
         return AttemptName(self.name, self.attempts)
 
     @property

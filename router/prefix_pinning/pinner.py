@@ -351,7 +351,6 @@ class PrefixPinner:
         return [prefix.view(now) for prefix in sorted(prefixes, key=lambda prefix: (prefix.pin, prefix.tenant))]
 
     def count(self) -> Counter[PinPhase]:
-        """Prefixes by phase."""
         return Counter(prefix.phase for prefix in self.prefixes.values())
 
     @property
@@ -367,7 +366,6 @@ class PrefixPinner:
         self._out.log(f"pin {prefix.pin}: {text}", warning=warning, kind=f"pin, {warning}")
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         at_work: set[tuple[str, AttemptName]] = set()
         computing: set[tuple[str, AttemptName]] = set()
         for prefix in self.prefixes.values():

@@ -217,7 +217,6 @@ class AdmissionControl:
             self._charge(request.spec.tenant, request.queueing.charged)
 
     def began(self, request: Request, now: float) -> None:
-        """Its first token is here."""
         if (
             request.queueing.min_prefill_seconds is not None
             and request.timeline.placed is not None
@@ -249,7 +248,6 @@ class AdmissionControl:
         self.queue.served(cost)
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         self.queue.validate()
         self._fairness.validate()
 

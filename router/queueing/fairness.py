@@ -93,7 +93,6 @@ class TenantFairness:
             del self._counters[tenant]
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         assert all(count > 0 for count in self._waiting.values())
         assert set(self._waiting) <= set(self._counters)
 

@@ -339,7 +339,6 @@ class WaitingQueue:
         return history
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         waiting = [request for line in self._tenant_queues.values() for request in line.requests]
         assert sorted(request.name for request in waiting) == sorted(self._places)
         assert self.tokens == sum(request.known for request in waiting)

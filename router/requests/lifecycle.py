@@ -616,7 +616,6 @@ class RequestManager:
                 request.attempt.progressed_at += seconds
 
     def validate(self) -> None:
-        """Check every invariant; for tests."""
         self._admission.validate()
         fillers = {request.name for request in self._requests.values() if request.lowest and request.attempt}
         assert fillers == {request.name for request in self._gap_fillers}

@@ -40,7 +40,6 @@ class SloAttainment:
         return dict(self._counts)
 
     def ended(self, request: Request, outcome: RequestOutcome, summary: Summary) -> None:
-        """Judge a request by its end."""
         match outcome:
             case Cancelled():
                 return

@@ -105,7 +105,6 @@ class RequestSpans:
             self.sink.emit(self.origin, self.received, self.span)
 
     def span(self) -> RequestSpan:
-        """The whole tree."""
         end = max(self._last, self.received)
         attributes: dict[str, Value] = {
             "gen_ai.operation.name": self.origin.operation,

@@ -46,7 +46,6 @@ def describe(quantization: Any) -> WeightSpec:
 
 
 def format_of(spec: WeightSpec, name: str) -> WeightFormat:
-    """Return how the matrix `name` is stored."""
     if spec.types and name not in dict(spec.types):
         return Plain(spec)
     if spec.method == "plain" or any(_means(pattern, name) for pattern in spec.plain):

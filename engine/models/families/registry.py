@@ -20,7 +20,6 @@ _BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 
 
 def by_name(name: str) -> Family:
-    """The family of a spec."""
     return _BY_NAME[name]
 
 

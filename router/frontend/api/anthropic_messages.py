@@ -363,7 +363,6 @@ class AnthropicError(Struct, tag_field="type", tag="error"):
 
 
 def anthropic_body(error: BatonError) -> AnthropicError:
-    """Return an error as Anthropic's API has it."""
     message = str(error)
     if isinstance(error, ContextTooLong) and error.prompt:  # Anthropic's words for it, of which clients read the counts
         if error.output and error.prompt <= error.context:

@@ -120,7 +120,6 @@ class BatchStore:
         self.max_bytes = max_bytes
 
     def of(self, tenant: str) -> TenantBatches:
-        """Return the files and batches of a tenant."""
         return self._named(hashlib.sha256(tenant.encode()).hexdigest()[:32])
 
     def active(self) -> list[tuple[TenantBatches, str]]:
@@ -248,7 +247,6 @@ class TenantBatches:
         return [self.shown(one) for one in stored]
 
     def shown(self, stored: StoredBatch) -> Batch:
-        """Return a batch as its client sees it."""
         if self.is_cancelled(stored.batch.id):
             stored.batch.status = "cancelling"
         return stored.batch
@@ -275,7 +273,6 @@ class TenantBatches:
         return Results(self._files / stored.output, self._files / stored.errors)
 
     def save(self, stored: StoredBatch) -> None:
-        """Write what is known of a batch."""
         self._write(self._batches / f"{stored.batch.id}.json", stored)
 
     def end(self, stored: StoredBatch, status: Status) -> None:

@@ -214,7 +214,6 @@ class DashboardFeed:
                 surveying.cancel()
 
     def snapshot(self) -> bytes:
-        """Return the second's snapshot as JSON."""
         self._seen = self._clock.now()
         monitor = self._driver.monitor
         if self._snapshot[0] != monitor.sequence:

@@ -68,7 +68,6 @@ _STATUS_OF_CLASS: dict[type[BatonError], int] = {
 
 
 def status_of(error: BatonError) -> int:
-    """The HTTP status of an error."""
     return _STATUS_OF_CLASS.get(type(error)) or _STATUS.get(error.status, 500)
 
 
@@ -84,7 +83,6 @@ def headers_of(error: BatonError) -> dict[str, str]:
 
 
 def body_of(error: BatonError) -> Error:
-    """Return an error as the OpenAI APIs have it."""
     body = described(status_of(error), str(error), (error.field or None) if isinstance(error, InvalidRequest) else None)
     if isinstance(error, Unauthenticated | ContextTooLong):  # OpenAI's words for it
         code = error.reason if isinstance(error, Unauthenticated) else "context_length_exceeded"
@@ -93,7 +91,6 @@ def body_of(error: BatonError) -> Error:
 
 
 def described(status: int, message: str, param: str | None = None) -> Error:
-    """Return an error with that status."""
     name = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
     kind = name.title().replace(" ", "") + ("" if name.endswith("Error") else "Error")
     return Error(ErrorDetail(shortened(message), kind, param, status))
@@ -105,7 +102,6 @@ def shortened(message: str) -> str:
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return an answer of JSON."""
     return Response(msgspec.json.encode(value), status, media_type=_JSON)
 
 

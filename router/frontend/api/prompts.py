@@ -260,7 +260,6 @@ def _call(at: str, call: Any, repairs: Repairs) -> Any:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a normalized message."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 

@@ -110,7 +110,6 @@ class Choice:
         return self.parser
 
     def take(self, piece: Output) -> None:
-        """Add a piece to the output."""
         if self.parser is not None:
             self.parser.feed(piece.text)
         self.text.append(piece.text)
@@ -212,7 +211,6 @@ class ResponseBuilder:
         yield from ()
 
     def take(self, choice: Choice, piece: Output) -> None:
-        """Add a piece to a choice's output."""
         choice.take(Output(prompt_logprobs=piece.prompt_logprobs) if self.options.prompt_only else piece)
 
     def chunks(self, choice: Choice, piece: Output) -> Iterator[Json]:
@@ -239,7 +237,6 @@ class ResponseBuilder:
         return b": keep-alive\n\n"
 
     def failed(self, error: BatonError) -> Json | Struct:
-        """An error as this API has it."""
         return errors.body_of(error)
 
     def closing(self) -> Iterator[Json]:

@@ -213,7 +213,6 @@ class Places:
             self._close(next(other for other, size in self._waiting.items() if size))
 
     def leave(self, connection: Connection) -> None:
-        """Note that a connection is served, or has ended."""
         self._held -= self._waiting.pop(connection, 0)
 
     def _close(self, connection: Connection) -> None:
@@ -259,7 +258,6 @@ class ClosingTransport:
             self._until_read(math.inf)
 
     def lost(self) -> None:
-        """Note that the connection has ended."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -312,7 +310,6 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def abort(self) -> None:
-        """End the connection at once."""
         self.transport.abort()
 
     def end_soon(self) -> None:

@@ -72,7 +72,6 @@ class TokenNames:
         return self.own(token) if self.as_ids or self.tokenizer is None else added
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that a token stands for."""
         return self.tokenizer.bytes_of(token) if self.tokenizer is not None else self.own(token).encode()
 
     def bytes_in_text(self, token: int, added: str) -> bytes:

@@ -132,7 +132,6 @@ def switch(variables: Mapping[str, Any] | None, *, on: bool) -> Json:
 
 
 def wrong(field: str, reason: str) -> InvalidRequest:
-    """The error for a field."""
     return InvalidRequest(f"{field}: {reason}", field)
 
 

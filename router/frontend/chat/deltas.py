@@ -147,7 +147,6 @@ class ItemStream:
         self._number = -1  # of the open item
 
     def steps(self, deltas: Iterable[ChatDelta]) -> Iterator[ItemStep]:
-        """Yield what more deltas do."""
         for delta in deltas:
             item = self._output.take(delta)
             if item is not self._open:
@@ -158,7 +157,6 @@ class ItemStream:
                 yield ItemGrows(self._number, item, delta.text)
 
     def end(self) -> Iterator[ItemStep]:
-        """Yield the end of the item that is open, if any is."""
         if self._open is not None:
             yield ItemEnds(self._number, self._open)
             self._open = None

@@ -278,7 +278,6 @@ class ChatFormat:
 
     @property
     def reasoning_end(self) -> str | None:
-        """The marker that ends reasoning, if one does."""
         if self.reasoning_parser == "openai_gptoss":
             return "<|end|>"
         return think.end if (think := self.think) else None
@@ -337,7 +336,6 @@ class ChatFormat:
 
     @property
     def think(self) -> ThinkMarkers | None:
-        """The markers of reasoning, if it has some."""
         if self.reasoning_parser == "hf":
             return ThinkMarkers(*self.response.reasoning) if self.response and self.response.reasoning else None
         return REASONING[self.reasoning_parser] if self.reasoning_parser else None
@@ -510,7 +508,6 @@ def read_template(tree: object) -> ResponseTemplate:
 
 
 def _states_of_calls(field: _Field, home: str) -> tuple[dict[str, State], Terminals]:
-    """Return the states of calls, and the terminals that lead to them."""
     closes = tuple((rf"\s*{one}", home) for one in field.closes)
     after = State(Sink.NOTHING, closes, otherwise=home)
     shape, args = (field.content, field.transform, field.transform_each), field.content_args

@@ -131,7 +131,6 @@ class DeltaWriter:
         self._value: list[str] = []
 
     def content(self, text: str) -> None:
-        """Add to the content."""
         if not self._has_text and not text.strip():
             self._blank.append(text)
             return
@@ -142,7 +141,6 @@ class DeltaWriter:
         self._blank.clear()
 
     def begin_reasoning(self) -> None:
-        """Begin another part of the reasoning."""
         self._gap = ["\n"] if self._thought else []
 
     def reasoning(self, text: str) -> None:
@@ -156,7 +154,6 @@ class DeltaWriter:
         self._gap.append(text[len(body) :])
 
     def begin_call(self, name: str, id_: str = "") -> None:
-        """Begin a call."""
         self._blank.clear()
         self._has_text = self._begun = False
         self._parameters = 0
@@ -170,7 +167,6 @@ class DeltaWriter:
             self._add(CallArguments(self._calls - 1, text))
 
     def end_call(self) -> None:
-        """End the arguments of a call that is whole."""
         self.arguments("}" if self._parameters else "" if self._begun else "{}")
 
     def begin_value(self, key: str, types: frozenset[str]) -> None:
@@ -185,14 +181,12 @@ class DeltaWriter:
         self.arguments('"' if types == _TEXT else "")
 
     def value(self, text: str) -> None:
-        """Add to a parameter."""
         if self._types == _TEXT:
             self.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
         else:
             self._value.append(text)
 
     def end_value(self) -> None:
-        """End a parameter."""
         self.arguments('"' if self._types == _TEXT else _json_of("".join(self._value), self._types))
 
     def take(self) -> list[ChatDelta]:
@@ -247,7 +241,6 @@ class StreamParser:
         return inside and not self.rescued
 
     def feed(self, text: str) -> None:
-        """Read more text."""
         text, at = self._unread + text, 0
         while at < len(text):
             before, state = at, self._state
@@ -529,7 +522,6 @@ class ChatParser:
         self.output = ChatOutput()
 
     def feed(self, text: str) -> Sequence[ChatDelta]:
-        """Return what more text comes to."""
         self._reader.feed(text)
         return self._next_deltas()
 

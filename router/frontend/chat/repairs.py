@@ -51,7 +51,6 @@ class Repairs:
 
 
 def refused(field: str, reason: str) -> InvalidRequest:
-    """Return the error for a field."""
     return InvalidRequest(f"{field} {reason}", field)
 
 

@@ -320,7 +320,6 @@ class TextArgument:
         self._begun = self._ended = False
 
     def feed(self, fragment: str) -> str:
-        """Return more of the text."""
         if self._ended:
             return ""
         self._raw += fragment

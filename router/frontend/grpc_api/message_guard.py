@@ -213,7 +213,6 @@ class MessageGuard(grpc.aio.ServerInterceptor):
 
 
 def _text_of(metadata: Any) -> dict[str, str]:
-    """Return the entries of an RPC's metadata that are text."""
     return {key: value for key, value in metadata or () if isinstance(value, str)}
 
 
