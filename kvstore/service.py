@@ -339,7 +339,9 @@ class StoreService:
     # --- the state's commands ---------------------------------------------------------------------------------------
 
     def _handle(self, event: events.StoreEvent) -> None:
-        with self._tracer.span(_name_of(event), "scheduler"):
+        with self._tracer.span(
+            type(event.call if isinstance(event, events.CallReceived) else event).__name__, "scheduler"
+        ):
             waiting: deque[events.StoreCommand] = deque(self._state.handle(event, self._clock.now()))
         while waiting:
             match waiting.popleft():
@@ -437,8 +439,3 @@ class StoreService:
 def _close(descriptors: Sequence[int]) -> None:
     for fd in descriptors:
         os.close(fd)
-
-
-def _name_of(event: events.StoreEvent) -> str:
-    """What a trace calls it: for what a worker said, the call."""
-    return type(event.call if isinstance(event, events.CallReceived) else event).__name__

@@ -88,7 +88,7 @@ async def serve(
         others = OtherRouters(config, name, operator_key())
         ports = RouterPorts.of(config, inner, partners=others.targets)
         links = [
-            await _link(cleanup, port, Peer("router", name, node, _incarnation(name), os.getpid()))
+            await _link(cleanup, port, Peer("router", name, node, f"{name}.{secrets.token_hex(8)}", os.getpid()))
             for port in (ports.internal, *ports.further)
         ]
         tracer = await _tracer(cleanup, config, links[0].me, clock)
@@ -165,10 +165,6 @@ class _Link:
     me: Peer
     listener: Listener
     sockets: RouterSockets
-
-
-def _incarnation(name: str) -> str:
-    return f"{name}.{secrets.token_hex(8)}"
 
 
 async def _link(cleanup: contextlib.AsyncExitStack, port: FixedPort, me: Peer) -> _Link:

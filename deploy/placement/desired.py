@@ -85,11 +85,6 @@ def pool_of(name: str) -> int:
     return int(parts[1].removeprefix("m")) if len(parts) == 3 else 0
 
 
-def reachable_nodes(config: Config, nodes: Sequence[str]) -> Sequence[str]:
-    """Return the nodes from which a process can reach a router on the first node."""
-    return nodes[:1] if is_loopback(config.router.host) else nodes
-
-
 def plan(
     config: Config,
     scale: ClusterScale,
@@ -112,7 +107,7 @@ def plan(
     placed = placed or {}
     router_node = placed.get(FIRST_ROUTER, nodes[0])
     ordered = [router_node, *(node for node in nodes if node != router_node)]
-    usable = ordered if one_machine else reachable_nodes(config, ordered)
+    usable = ordered if one_machine else (ordered[:1] if is_loopback(config.router.host) else ordered)
 
     pools = config.pools()
     workers = _on_gpus(pools, _workers(pools, scale, usable, placed, hardware or {}), hardware or {}, held or {})

@@ -49,7 +49,7 @@ class GgufTensors:
     def get_slice(self, name: str) -> _Slice:
         tensor = self._tensors[name]
         kind = tensor.tensor_type.name
-        if self._stays(name):
+        if name != _EMBEDDING and self._tensors[name].tensor_type.name in from_gguf.CODES:
             return _Slice(tensor.data.shape, torch.uint8)
         dtype = _FLOATS.get(kind, torch.float32)
         if from_gguf.has_one_added(tensor.name, self._fields):
@@ -65,6 +65,3 @@ class GgufTensors:
             data = dequantize(data, tensor.tensor_type).astype(np.float32)
         read = torch.from_numpy(np.array(from_gguf.as_published(tensor.name, data, self._fields)))
         return read.view(like.dtype).reshape(like.shape)
-
-    def _stays(self, name: str) -> bool:
-        return name != _EMBEDDING and self._tensors[name].tensor_type.name in from_gguf.CODES
