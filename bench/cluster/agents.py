@@ -52,8 +52,6 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a turn came to."""
-
     session: str
     ttft: float
     prompt: int  # tokens
@@ -85,8 +83,6 @@ class Pages:
 
 
 class Player:
-    """Plays sessions at one door."""
-
     def __init__(
         self, http: aiohttp.ClientSession, url: str, door: str, pages: Pages, scale: float, pace: float
     ) -> None:
@@ -186,7 +182,6 @@ def _chat(event: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def _anthropic(event: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Return the same of an event of /v1/messages."""
     usage = event.get("usage")
     return event.get("delta", {}).get("text") or "", usage["cache_read_input_tokens"] if usage else None
 

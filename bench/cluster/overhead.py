@@ -190,7 +190,6 @@ def results(rounds: Sequence[Round], threads: int) -> list[report.Result]:
 
 
 def _start(name: str, model: Path, threads: int, stack: ExitStack) -> LocalCluster:
-    """Start a cluster of that shape."""
     report.say(f"starting {name}")
     settings = {"model.device": "cpu", "store.host_cache_bytes": _POOL, "router.disaggregation": "always"}
     for role in ("prefill", "decode"):

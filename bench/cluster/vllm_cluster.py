@@ -85,8 +85,6 @@ Side = Callable[[Tokens, int], Run]
 
 
 def alone(process: PeerProcess) -> Side:
-    """A side in a process of its own."""
-
     def run(prompts: Tokens, count: int) -> Run:
         reply = process.ask({"prompts": prompts, "count": count})
         decoding = Decoding.of(Course(reply["tokens"], reply["ends"], reply["model"]), count)

@@ -124,8 +124,6 @@ def errors(model: StepCoefficients, steps: Iterable[Step], seconds: Iterable[flo
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step's times."""
-
     seconds: float  # their median
     noise: float  # standard deviation of their logarithms
 

@@ -39,7 +39,6 @@ class FakeEngine(Generic[Stream]):
     """
 
     def __init__(self, words: Sequence[int]) -> None:
-        """`words` are the tokens that it gives."""
         self._words = words
         self._left: dict[Stream, int] = {}
         self._new: list[Stream] = []
@@ -57,7 +56,6 @@ class FakeEngine(Generic[Stream]):
             self._timer.start()
 
     def add(self, stream: Stream, count: int) -> None:
-        """Give this stream so many tokens."""
         self._left[stream] = count
         self._new.append(stream)
         self._news.set()

@@ -175,8 +175,6 @@ def _serve(orders: Connection) -> None:
 
 
 class Client:
-    """The process of clients."""
-
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._orders, theirs = context.Pipe()

@@ -79,7 +79,6 @@ class Slowest:
 
     @property
     def explained(self) -> list[Explanation]:
-        """The slowest first."""
         return [entry for _, _, entry in sorted(self._heap, key=lambda item: item[:2], reverse=True)]
 
     def _ended(self, request: str, tenant: str, ttft: float) -> None:
@@ -158,7 +157,6 @@ def report(cluster: SimulatedCluster, measures: Measures) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """For people."""
     lines = [
         f"{result['requests']} requests in {result['seconds']:.1f} s: "
         + ", ".join(f"{count} {end}" for end, count in result["ends"].items())

@@ -207,7 +207,6 @@ class _Tier:
         self._until(lambda: pages - len(self._ended) <= queue and self._index.stats().bytes <= room)
 
     def evicts(self) -> bool:
-        """Whether the tier is at its limit."""
         return self._index.stats().evictions > 0
 
     def _carry_out(self, result: DiskResult) -> None:

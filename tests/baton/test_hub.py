@@ -16,7 +16,6 @@ from baton.errors import ModelNotFound
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub answers."""
     monkeypatch.setattr(hub, "_why_silent", lambda: "")
 
 

@@ -153,7 +153,6 @@ def test_spans_are_bounded() -> None:
 
 
 def trace(folder: Path, mark: str, keep: TraceLimits, steps: int = 1) -> Path:
-    """A trace of so many steps, written."""
     tracer = Tracer("decode-0", keep)
     tracer.start(folder, mark, steps)
     run(tracer, steps)

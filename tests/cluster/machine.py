@@ -107,7 +107,6 @@ class Machine:
     # --- running things ----------------------------------------------------------------------------------------------
 
     def run(self, *command: object, timeout: float = 60, **environment: str) -> Done:
-        """Run a command to its end."""
         done = subprocess.run(
             self._inside(command), env=self._environment(environment), capture_output=True, text=True, timeout=timeout
         )

@@ -98,7 +98,6 @@ class Run:
             self._bash(_FILES[name])
 
     def __call__(self, command: Command) -> Done:
-        """Run a command and return its end."""
         begins = command.text.startswith(("baton up", "baton keys add")) or _needs_a_cluster(command)
         if command.section != self._key_section and begins:
             self._drop_keys()
@@ -128,7 +127,6 @@ class Run:
         return done
 
     def last_request(self) -> str:
-        """The id of the last request."""
         return self._machine.baton("explain", "--last", 1, "--json").json["requests"][0]["request_id"]
 
     def key(self) -> str:

@@ -91,7 +91,6 @@ class Memory:
                 cell.read[access.agent] = access
 
     def between(self, first: int, last: int) -> range:
-        """The cells of a range of bytes."""
         return range(first // self.grain, -(-last // self.grain))
 
 
@@ -368,12 +367,10 @@ class FakeGpu:
         self.page_bytes = self._memory(pool).grain = page_bytes
 
     def _checksums(self, part: memoryview, heads: int) -> list[int]:
-        """`head_checksums` of the mover."""
         self._touch_host("a checksum", part, writes=False)
         return head_checksums(part, heads)
 
     def _copy_heads(self, target: memoryview, source: memoryview, heads: int) -> list[int]:
-        """`copy_heads` of the mover."""
         self._touch_host("a copy within the host", source, writes=False)
         self._touch_host("a copy within the host", target, writes=True)
         return copy_heads(target, source, heads)

@@ -83,8 +83,6 @@ class HostThread(threading.Thread):
 
 
 class HostThreads:
-    """All such threads of a test."""
-
     def __init__(self, host: Host) -> None:
         self.host = host
         self._threads: list[HostThread] = []

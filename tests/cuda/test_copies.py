@@ -23,8 +23,6 @@ PIECE = 8  # slots that are pinned at a time
 
 
 class Memory:
-    """An arena."""
-
     slots, page_bytes = SLOTS, PAGE_BYTES
 
     def __init__(self, seed: int) -> None:

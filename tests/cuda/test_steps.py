@@ -79,7 +79,6 @@ def decode(draw: TokenDraw) -> list[Chunk]:
 
 
 def prefill() -> list[Chunk]:
-    """A chunk behind a prefix."""
     return [Chunk([1] * CHUNK, CHUNK, list(range(2 * CHUNK // PAGE)))]
 
 

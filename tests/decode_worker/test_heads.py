@@ -65,7 +65,6 @@ def worker(
 
 
 def seen_by(known: Sequence[int], chunk: Any) -> Iterator[list[int]]:
-    """Yield what each draw of a chunk has seen."""
     for position, _ in chunk.draws:
         yield [*known[: chunk.start], *chunk.tokens][:position]
 

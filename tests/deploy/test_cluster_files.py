@@ -41,7 +41,6 @@ def manifest(kind: str) -> dict[str, Any]:
 
 
 def pods() -> list[dict[str, Any]]:
-    """The templates of all pods, as pods."""
     spec = manifest("RayCluster")["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [{"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **group["template"]} for group in groups]

@@ -30,7 +30,6 @@ def random_grammar(seed: int) -> Grammar:
 
 
 def json_grammar(schema: dict[str, Any], *, compact: bool = True) -> Grammar:
-    """Return the grammar of a schema; `compact`: without whitespace."""
     options = {"x-guidance": {"whitespace_flexible": False}} if compact else {}
     return Grammar("json_schema", json.dumps(schema | options), EOS)
 

@@ -219,8 +219,6 @@ def test_other_rules_hold_beside_a_grammar(
 
 
 class FixedMask:
-    """A mask that a test gives."""
-
     ready, may_end, failure, ends, slow, forced = True, False, "", (), False, ()
 
     def __init__(self, allowed: Collection[int]) -> None:

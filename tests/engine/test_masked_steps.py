@@ -116,8 +116,6 @@ class HeldThreads(MaskThreads):
 
 
 class Streams:
-    """Notes what is launched in which stream."""
-
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
         self._here = "steps"

@@ -21,8 +21,6 @@ PAGES, SLOTS = 24, 40
 
 
 class Memory:
-    """An arena."""
-
     slots, page_bytes = SLOTS, PAGE_BYTES
 
     def __init__(self) -> None:

@@ -25,7 +25,6 @@ def load(path: Path, head: bool = True, dtype: str = "auto", num_pages: int = 2)
 
 @pytest.fixture
 def llama(checkpoint: Checkpoints, tmp_path: Path) -> Path:
-    """A checkpoint to break."""
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
 
 

@@ -40,7 +40,6 @@ class FalseRouter:
     """One router's socket. It belongs to one thread."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, processes: int) -> None:
-        """`processes`: how many join."""
         self._socket, _ = links.listening(zmq.ROUTER, keys, endpoint)
         self.me = f"fuzz-router.{secrets.token_hex(8)}"
         self.members: dict[str, Member] = {}  # by incarnation
@@ -51,7 +50,6 @@ class FalseRouter:
 
     @property
     def complete(self) -> bool:
-        """Whether every process is there."""
         return len(self.members) == self._processes
 
     def joined(self) -> None:
@@ -63,7 +61,6 @@ class FalseRouter:
         return sorted(self.members.values(), key=lambda member: member.name)
 
     def say(self, member: Member, message: Any) -> bytes:
-        """Send a message; return its bytes."""
         raw = wire_messages.sealed(self.me, member.incarnation, self.next(member), message)
         self.send(member, raw)
         return raw

@@ -26,8 +26,6 @@ _SPEED = TierSpeed("remote", 0.001, 1e9)
 
 @dataclass(eq=False)
 class Worker:
-    """One connection of a worker."""
-
     connection: socket.socket
     name: str = ""  # of its process; empty: it has not said Attach
     attached: bool = False
@@ -52,7 +50,6 @@ class FalseStore:
     # --- in -----------------------------------------------------------------------------------------------------------
 
     def calls(self) -> list[tuple[Worker, Any]]:
-        """Take every call that is here."""
         with suppress(BlockingIOError):
             while True:
                 connection, _ = self._listener.accept()

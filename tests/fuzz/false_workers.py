@@ -96,7 +96,6 @@ class FalseWorkers:
         self._number = 0
 
     def start(self) -> None:
-        """Join."""
         roles: list[tuple[msg.Role, str]] = [
             ("store", "store-7"), ("prefill", "prefill-7"), ("decode", "decode-7"), ("decode", "decode-8"),
         ]  # fmt: skip
@@ -274,7 +273,6 @@ class FalseWorkers:
             self._serve(worker, order)
 
     def _serve(self, worker: _Worker, order: _Order) -> None:
-        """Do all that is asked."""
         name = order.request, order.attempt
         if worker.role == "prefill":
             self._say(worker, msg.Prefilled(*name, computed=order.known, hit=0, stored=0))

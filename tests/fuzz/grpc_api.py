@@ -62,7 +62,6 @@ class GrpcApi:
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def _request(self, case: Case) -> str:
-        """A request with fields that are not as they must be."""
         rng = case.rng
         request = valid_request(rng)
         mutate(rng, request, rng.choice([1, 1, 2, 3, 6]))
@@ -229,7 +228,6 @@ class GrpcApi:
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """A frame of HTTP/2."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 

@@ -44,7 +44,6 @@ def client(kind: int, endpoint: str, keys: ClusterKeys, identity: bytes = b"") -
 
 
 def listening(kind: int, keys: ClusterKeys, endpoint: str = "tcp://127.0.0.1:*") -> tuple[Any, str]:
-    """A socket that listens, and its endpoint."""
     socket = _context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     cluster_keys.server(socket, keys)
@@ -56,7 +55,6 @@ class RouterLink:
     """What a worker or store would have: frames out, envelopes in. Nothing that comes in is trusted to be of a kind."""
 
     def __init__(self, socket: Any, me: str, heart: Any = None) -> None:
-        """`heart`: the socket of its heartbeats."""
         self._socket, self._heart = socket, heart
         self.me = me
         self.router = ""  # its incarnation, once it has said anything

@@ -19,15 +19,12 @@ _HEARS: dict[str, Any] = {"decode": msg.ToDecode, "prefill": msg.ToPrefill, "sto
 
 
 class RouterOrders:
-    """The router of the victims."""
-
     threads = 1
 
     def __init__(self, endpoint: str, keys: str, processes: int) -> None:
         self._router = FalseRouter(endpoint, ClusterKeys.read(Path(keys)), processes)
 
     def start(self) -> None:
-        """Wait for the victims."""
         self._router.joined()
 
     def run(self, case: Case) -> str:

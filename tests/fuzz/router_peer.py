@@ -24,8 +24,6 @@ _LOOK = 0.5  # seconds between two looks at the requests that there are
 
 
 class RouterPeer:
-    """Peers of one router."""
-
     threads = 3
 
     def __init__(self, endpoint: str, keys: str, card: str, operator: str, incarnations: dict[str, int]) -> None:

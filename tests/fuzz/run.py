@@ -76,7 +76,6 @@ class Fuzzer:
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def end(self) -> Summary:
-        """End it, and return what it says."""
         try:
             output, _ = self.process.communicate(b"", timeout=300)
         except subprocess.TimeoutExpired:

@@ -41,7 +41,6 @@ class StoreReplies:
         self._last = 0  # sequence of the last message that a worker must have read
 
     def start(self) -> None:
-        """Wait for the victims."""
         self._until(Case(0, "replies", -1), lambda: self._router.complete, START, "a process said no Hello")
 
     def run(self, case: Case) -> str:

@@ -62,12 +62,10 @@ class Victims:
 
     @property
     def store_address(self) -> str:
-        """Where the workers look for a store."""
         return store_address(self._config.cluster.name, self.node)
 
     @property
     def page_size(self) -> int:
-        """Tokens."""
         return self._config.pages.page_size
 
     def __enter__(self) -> Self:
@@ -99,7 +97,6 @@ class Victims:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Of those that run."""
         return {name: child.pid for name, child in self._running.items() if child.poll() is None}
 
     def _out(self, name: str) -> Path:
@@ -108,7 +105,6 @@ class Victims:
 
 @contextmanager
 def started(groups: Sequence[Victims]) -> Iterator[None]:
-    """Run these groups."""
     if not groups:
         yield
         return

@@ -59,7 +59,6 @@ def encoded(rng: random.Random, union: Any, hints: Hints, envelope: tuple[str, s
 
 
 def sealed(sender: str, addressee: str, sequence: int, message: Any) -> bytes:
-    """A message in its envelope, as it is."""
     return msgspec.msgpack.encode(Envelope(sender, addressee, sequence, message))
 
 

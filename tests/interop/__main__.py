@@ -121,7 +121,6 @@ def _left(until: float) -> float:
 
 
 def say(suite: Suite, result: SuiteResult) -> None:
-    """Print what came of a suite."""
     if result.not_run:
         print(f"{suite.name} NOT RUN: {result.not_run}", flush=True)
         return

@@ -58,6 +58,5 @@ def _today() -> str:
 
 
 def commit_here() -> str:
-    """Return the commit that is checked out."""
     argv = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=10).stdout.strip() or "unknown"

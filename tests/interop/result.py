@@ -19,8 +19,6 @@ class SuiteBroken(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One check of a suite."""
-
     name: str
     outcome: Outcome
     reason: str = ""
@@ -36,8 +34,6 @@ class Case:
 
 @dataclass(frozen=True)
 class SuiteResult:
-    """What came of a suite."""
-
     cases: Sequence[Case]
     notes: Sequence[str] = field(default_factory=tuple)  # what the report says besides: figures, limits
     versions: Sequence[str] = field(default_factory=tuple)  # "package version", filled in by the runner

@@ -50,7 +50,6 @@ MANY = {"command": "seq -s ' ' 100000 103000", "description": "many numbers"}
 
 
 def template(*, strict: bool) -> str:
-    """Return a chat template."""
     return (
         "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"
         f"{_STRICT if strict else ''}"

@@ -28,7 +28,6 @@ class Rig:
     """Pages are named by words, as in `tests.kvstore.chains`; what is in a page follows from its key."""
 
     def __init__(self, path: Path, page_bytes: int = SMALL, room: int = 64, slots: int = 64) -> None:
-        """`room`: for so many pages on the disk."""
         self.page_bytes = page_bytes
         self.settings = DiskConfig(path=str(path), max_bytes=Bytes(room * footprint(page_bytes)), queue_pages=32)
         self.path = path / "node"
@@ -135,7 +134,6 @@ class Rig:
         return sorted(self.folder.glob("*/*.kv"))
 
     def file(self, word: str) -> Path:
-        """The file of the last page of a word."""
         name, above = key(word), parent(word, len(word) - 1)
         page = PageFile(name, above, page_checksum(self.content(name), KV_HEADS))
         return self.folder / FileNames(NAMESPACE, self.page_bytes).name(page)

@@ -37,7 +37,6 @@ class Rig:
         return commands
 
     def connect(self, pid: int) -> int:
-        """A connection that has not attached yet."""
         self._connections += 1
         self.do(Connected(self._connections, pid))
         return self._connections
@@ -70,7 +69,6 @@ class Rig:
         return any(run.keys.endswith(key(chain)) or key(chain) in run.keys for run in self.state.snapshot())
 
     def changes(self) -> list[CacheChange]:
-        """Of the arena."""
         return [change for medium, changes in self.state.drain_events() for change in changes if medium == "CPU"]
 
 

@@ -76,7 +76,6 @@ class Bench:
 
 
 def requests(outcome: InboundResult, store: str = "near") -> list[peers.PageRequest]:
-    """What that store is told."""
     return [order.request for order in outcome.orders if isinstance(order, AskPeer) and order.source.store == store]
 
 

@@ -47,7 +47,6 @@ def mutation(*rules: str) -> Callable[[Mutation], Mutation]:
 
 
 def machine(rules: Sequence[str]) -> type[TiersMachine]:
-    """One that has these rules only; all for none."""
     everything = [name for name in dir(TiersMachine) if hasattr(getattr(TiersMachine, name), RULE_MARKER)]
     others = [name for name in everything if rules and name not in rules]
     return type("Machine", (TiersMachine,), dict.fromkeys(others))

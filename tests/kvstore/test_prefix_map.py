@@ -121,8 +121,6 @@ class PrefixMapMachine(RuleBasedStateMachine):
 
 
 class WithLongRuns(PrefixMapMachine):
-    """The same with runs as long as they are."""
-
     max_run = runs_module.MAX_RUN
 
 

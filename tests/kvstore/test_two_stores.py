@@ -58,7 +58,6 @@ class RunningStore:
         return PageSource(self.name, endpoint or self.endpoint, pages)
 
     def figure(self, name: str, **labels: str) -> float:
-        """As it was at the last heartbeat."""
         return total(parsed(page(self._metrics)), name, **labels)
 
     def counts(self, number: float, name: str, **labels: str) -> None:
@@ -175,7 +174,6 @@ class Lab:
         self._cleanup = cleanup
 
     def write(self, store: RunningStore, chain: Chain, sealed: int = 0) -> Writer:
-        """A writer that has sealed so many pages."""
         writer = Writer(store, chain)
         self._cleanup.callback(writer.close)
         if sealed:

@@ -294,7 +294,6 @@ class Node(HeldStore):
 
     @property
     def being_read(self) -> Slots:
-        """Slots that threads may read from."""
         slots = {order.page.slot for order in self.disk_orders if isinstance(order, Write)}
         slots |= {slot for slots in self.transport.sending.values() for slot in slots}
         for order in self.world.waiting("transport", self.incarnation):

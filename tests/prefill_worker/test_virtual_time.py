@@ -10,7 +10,6 @@ LONG = [token % 1_000 for token in range(100_000)]
 
 
 def prompt(number: int, tokens: int) -> list[int]:
-    """Unlike any other."""
     return [2_000 + number] * tokens
 
 

@@ -70,7 +70,6 @@ class Timed(WorkerShell):
             self.messages[message.request] = message
 
     def turn(self) -> bool:
-        """Make a turn, and return whether it had a step."""
         before = len(self.steps)
         at_once(self.make_turn())
         return len(self.steps) > before
@@ -89,7 +88,6 @@ class Timed(WorkerShell):
         self.state.validate()
 
     def tokens(self, request: str) -> int:
-        """How many tokens of that request were computed."""
         return sum(
             len(chunk.tokens) for _, plan in self.steps for name, chunk in plan.items() if name.request == request
         )

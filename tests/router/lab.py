@@ -144,7 +144,6 @@ class Lab(RouterShell):
 
     @property
     def decode(self) -> msg.Decode:
-        """The latest Decode."""
         return self.sent(msg.Decode)[-1]
 
     @property

@@ -80,5 +80,4 @@ def submit(name: str, prompt: int = 10, max_tokens: int | None = 6, seed: int = 
 
 
 def chain_of(root: bytes, tokens: bytes, pages: int) -> list[bytes]:
-    """Return the keys of the first pages of some tokens."""
     return split_keys(page_keys(root, tokens[: pages * PAGE * msg.TOKEN_BYTES], PAGE))

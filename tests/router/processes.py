@@ -69,12 +69,10 @@ class Process:
         self.cluster.send(msg.Envelope(self.peer.incarnation, addressee, self.sent, message))
 
     def take(self, envelope: msg.Envelope[Any]) -> None:
-        """Read a message."""
         if self._follow(self.membership.handle(envelope, self.cluster.now)).deliver:
             self.obey(envelope.message)
 
     def turn(self) -> None:
-        """Look at the time."""
         self._follow(self.membership.tick(self.cluster.now))
         if self.membership.router and self.cluster.now >= self.beat_at:
             self.beat_at = self.cluster.now + self.membership.heartbeat
@@ -287,7 +285,6 @@ class Process:
                 self.say(msg.FetchIncomplete(*_name(sequence), min(pages, sequence.order.fetch)))
 
     def fail(self, reason: str = "internal") -> None:
-        """Give up all work."""
         for work in (*self.sequences.values(), *self.jobs.values()):
             self._fail(work.order, reason)
         self.keep(lambda request, attempt: False)
@@ -298,8 +295,6 @@ class Process:
 
 @dataclass
 class StorePin:
-    """One pin, as a store has it."""
-
     order: msg.PinPages
     expires: float
 

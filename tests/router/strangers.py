@@ -44,7 +44,6 @@ class Stranger:
         return not self._writer.transport.is_closing()
 
     async def head(self) -> bytes:
-        """Read the head of an answer."""
         return await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), PATIENCE)
 
     async def rest(self) -> Reply:

@@ -626,7 +626,6 @@ async def test_small_segments_are_sent_at_once() -> None:
 
 
 def named_events(raw: str) -> list[tuple[str, Any]]:
-    """Events with a name each."""
     result: list[tuple[str, Any]] = []
     *events, rest = raw.split("\n\n")
     assert rest == ""

@@ -49,7 +49,6 @@ class Source:
         ]
 
     def snapshot(self) -> list[Snapshot]:
-        """In many parts."""
         parts = [Snapshot(self.log.last, (run,), number, False) for number, run in enumerate(self.runs())]
         return [*parts, Snapshot(self.log.last, (), len(parts), True)]
 

@@ -4,8 +4,6 @@ from router.frontend.api.server import SPARE, Places
 
 
 class One:
-    """A connection."""
-
     ended = False
 
     def abort(self) -> None:

@@ -24,8 +24,6 @@ SLOTS = 1 << 14
 
 
 class Prompts:
-    """A history, and the prompts that go into it."""
-
     def __init__(self, slots: int = SLOTS) -> None:
         self.history = PromptHistory(PAGE, seed=3, slots=slots)
         self.now = 10.0

@@ -106,7 +106,6 @@ def conversation(turns: int, head: str = "") -> str:
 
 
 def counted(most_bytes: int = 2**20) -> tuple[Counting, TokenCache]:
-    """A tokenizer that counts, and its cache."""
     raw = copy(tokenizers.byte_level())
     raw.add_special_tokens([END])
     tokenizer = Counting(raw)

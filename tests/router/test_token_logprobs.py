@@ -79,7 +79,6 @@ def test_a_hidden_token_adds_nothing() -> None:
 
 
 def twins() -> Tokenizer:
-    """`A` is a token, and so is the byte of it."""
     vocab = {word: index for index, word in enumerate(["<unk>", "<0x41>", "A", "▁", "b", "▁A"])}
     raw = RawTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
     raw.decoder = decoders.Sequence(

@@ -87,7 +87,6 @@ class Crowd:
         self.cluster.routers[router].tell(PinPrefix(wish, "p", pack_tokens([7] * (PAGE * pages)), ttl))
 
     def unpin(self, router: str) -> None:
-        """Give up every pin of a router."""
         for pin in self.cluster.routers[router].state.pins("", self.cluster.agenda.now):
             self.cluster.routers[router].tell(UnpinPrefix(pin.id))
 

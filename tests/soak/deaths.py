@@ -52,7 +52,6 @@ class Shape:
         return max(self.prefill_ranks, self.decode_ranks)
 
     def ranks_of(self, name: str) -> int:
-        """Of the worker of that name."""
         return self.prefill_ranks if name.startswith("prefill") else self.decode_ranks
 
     @property

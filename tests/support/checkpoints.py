@@ -353,7 +353,6 @@ class Reference:
     cache: Callable[[], Cache | None] = lambda: None
 
     def _run(self, tokens: torch.Tensor, cache: Cache | None, *, use_cache: bool = True) -> tuple[torch.Tensor, Any]:
-        """Return the logits of each token, and the cache."""
         name = "cache_params" if self.model.config.model_type == "mamba2" else "past_key_values"
         output = self.model(tokens, **{name: cache}, use_cache=use_cache)
         return output.logits[0], output.get(name)

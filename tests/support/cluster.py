@@ -13,7 +13,6 @@ from tests.support.eventually import DEADLINE
 
 
 def process(cluster: LocalCluster, name: str) -> Process | None:
-    """What the router says of that process."""
     with Client(cluster.address, cluster.operator) as client:
         return next((p for p in client.status(timeout=DEADLINE).processes if p.name == name), None)
 

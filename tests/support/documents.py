@@ -52,7 +52,6 @@ class Page:
 
     @property
     def run(self) -> tuple[Command, ...]:
-        """Those that a test runs."""
         return tuple(command for command in self.commands if not command.reason)
 
 
@@ -64,7 +63,6 @@ def pages() -> list[Page]:
 
 
 def parse(name: str, text: str) -> Page:
-    """Return the commands of a page."""
     commands: list[Command] = []
     problems: list[str] = []
     read = 0

@@ -35,7 +35,6 @@ class HeldAgenda:
         return [lane for lane in self._lanes if lane[: len(begin)] == begin]
 
     def waiting(self, *begin: Any) -> list[Any]:
-        """Return the first argument of each event that waits."""
         return [args[0] for lane in self.loaded(*begin) for _, args in self._lanes[lane]]
 
     def pop(self, lane: Lane) -> Callable[..., object]:

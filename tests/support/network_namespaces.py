@@ -51,8 +51,6 @@ def unavailable() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """One of the two."""
-
     address: str
     enter: tuple[str, ...]  # the beginning of a command that runs the rest in there
 

@@ -18,8 +18,6 @@ Mishap: TypeAlias = Literal["", "damaged", "twice", "later"]
 
 
 class Wires:
-    """All parcels on their way."""
-
     def __init__(
         self, agenda: HeldAgenda, living: Callable[[str], SimulatedTransport | None], damage: Callable[[Any], Any]
     ) -> None:
@@ -60,7 +58,6 @@ class Wires:
             self.lose(loaded[pick % len(loaded)])
 
     def lose(self, lane: Lane) -> None:
-        """Lose all that is on these lanes."""
         for parcel in self._agenda.drop(*lane):
             parcel.release()
 

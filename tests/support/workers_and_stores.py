@@ -54,7 +54,6 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 def reference(prompt: Sequence[int], count: int) -> list[int]:
-    """The tokens that a request must get."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens))
@@ -62,8 +61,6 @@ def reference(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Device(CheckingDevice):
-    """A device and the engine over it."""
-
     def run(self, known: Sequence[int], chunk: Chunk) -> Sampled | None:
         return self.run_rows(known, chunk)[-1]
 
@@ -153,13 +150,11 @@ class RigWorker(WorkerShell):
             self.handle(reply)
 
     def copy(self) -> None:
-        """Make the copies that are due."""
         for copy in self.state.take_copies():
             at_once(self.copy_pages([copy]))
             self.handle(copied([copy]))
 
     def step(self) -> bool:
-        """Plan and run a step; whether there was one."""
         self.prepare()
         if plan := self.schedule():
             self.handle(at_once(self.run_step(plan)))
@@ -377,7 +372,6 @@ class RigMachine(RuleBasedStateMachine):
         self.requests: dict[str, tuple[list[int], int]] = {}  # prompt, and number of tokens
 
     def output(self, request: str) -> list[int]:
-        """Return the tokens that a request must get."""
         return reference(*self.requests[request])
 
     @invariant()

@@ -31,7 +31,6 @@ SHAPE = Shape(TOKENIZER.get_vocab_size(), 128, 128, 3, 4, 64)
 
 @pytest.fixture(autouse=True, scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of one process."""
     store = tmp_path_factory.mktemp("group") / "store"
     distributed.init_process_group("gloo", f"file://{store}", rank=0, world_size=1)
     yield

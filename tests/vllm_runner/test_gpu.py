@@ -51,7 +51,6 @@ def _products_of_float32_are_exact() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
-    """As in `test_runner`."""
     runners: list[VllmRunner] = []
 
     @cache

@@ -101,7 +101,6 @@ class Router:
 
 @contextmanager
 def scripted_router(template: str, folder: Path) -> Iterator[Router]:
-    """Run a router."""
     picture, log = folder / "picture.png", folder / f"router-{template}.log"
     picture.write_bytes(base64.b64decode(PICTURE_URL.partition(",")[2]))
     argv = [sys.executable, "-m", "tests.interop.scripted_model", template, str(picture)]
@@ -118,7 +117,6 @@ def scripted_router(template: str, folder: Path) -> Iterator[Router]:
 
 
 def run_agent(agent: Agent, _: Target, environment: Environment) -> SuiteResult:
-    """Run an agent through every case."""
     cases = list[Case]()
     for template in TEMPLATES:
         with scripted_router(template, environment.scratch) as router:

@@ -11,7 +11,6 @@ CLIENTS = Path(__file__).parents[1] / "clients"
 
 
 def run_client(script: str, target: Target, environment: Environment) -> SuiteResult:
-    """Run the checks of one client."""
     ran = environment.run(
         environment.python, str(CLIENTS / script), target.url, target.model,
         LITELLM_LOCAL_MODEL_COST_MAP="True", ANTHROPIC_LOG="", LANGSMITH_TRACING="false",
