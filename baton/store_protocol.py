@@ -8,58 +8,47 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from baton.messages import (
-    MAX_KEYS_PER_CALL,
-    PROTOCOL_VERSION,
-    Checksum,
-    Count,
-    Message,
-    Namespace,
-    PackedKeys,
-    PageSource,
-    Peer,
-    TierSpeed,
-)
+from baton import messages as msg
 
 
-class Attach(Message, frozen=True):
+class Attach(msg.Message, frozen=True):
     """First words on the Unix socket. The store checks the peer's uid, takes a pidfd, and answers with its arena. If
     other processes write pages for the peer, their pidfds travel beside this message."""
 
-    peer: Peer
-    namespace: Namespace
+    peer: msg.Peer
+    namespace: msg.Namespace
     page_bytes: Annotated[int, Meta(ge=1)]
-    protocol: int = PROTOCOL_VERSION
+    protocol: int = msg.PROTOCOL_VERSION
 
 
-class Attached(Message, frozen=True):
+class Attached(msg.Message, frozen=True):
     """The arena's memfd travels beside this message: `slots` slots of `page_bytes` bytes."""
 
-    store: Peer
-    slots: Count
-    page_bytes: Count
+    store: msg.Peer
+    slots: msg.Count
+    page_bytes: msg.Count
 
 
-class AttachRefused(Message, frozen=True):
+class AttachRefused(msg.Message, frozen=True):
     """The store will not serve this peer; it closes the connection after saying why."""
 
     reason: str
     message: str
 
 
-class LeaseMessage(Message, frozen=True):
+class LeaseMessage(msg.Message, frozen=True):
     """Base of all messages about one lease."""
 
-    lease: Count
+    lease: msg.Count
 
 
 class Reserve(LeaseMessage, frozen=True):
     """Slots for `keys`, which follow `parent` (empty at the start of a chain). All or nothing."""
 
     parent: bytes
-    keys: PackedKeys
+    keys: msg.PackedKeys
     partial: bool = False  # the last one is of a partial page: it is not published, and goes with its last hold
-    prompt: Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
+    prompt: msg.Count = 0  # which prompt of this writer asks; it waits for slots. 0: a write-through, which does not
     apart: bool = False  # no key follows another one: each begins a chain, of which others are not told
 
 
@@ -80,16 +69,16 @@ class Seal(LeaseMessage, frozen=True):
     """The pages `[first, first + len(checksums))` of this lease are written; XXH3-64 of each. With `hold` the lease
     holds them from now on, so that they outlast eviction until released."""
 
-    first: Count
-    checksums: tuple[Checksum, ...]
+    first: msg.Count
+    checksums: tuple[msg.Checksum, ...]
     hold: bool = False
 
 
 class Sealed(LeaseMessage, frozen=True):
     """Those pages exist now."""
 
-    first: Count
-    count: Count
+    first: msg.Count
+    count: msg.Count
 
 
 class Acquire(LeaseMessage, frozen=True):
@@ -98,10 +87,10 @@ class Acquire(LeaseMessage, frozen=True):
     With `wait` this is a hand-off: pages that are not here yet are brought from the `sources`, or waited for until a
     worker seals them here. Without it, `LowerTierHits` tells what lower tiers have, and the worker decides."""
 
-    keys: PackedKeys
+    keys: msg.PackedKeys
     wait: bool = False
     parent: bytes = b""
-    sources: tuple[PageSource, ...] = ()  # their `pages` count from the lease's first key
+    sources: tuple[msg.PageSource, ...] = ()  # their `pages` count from the lease's first key
     partial: bool = False  # the last one is of a partial page: what is brought from elsewhere is for this lease alone
     apart: bool = False  # no key follows another one
 
@@ -109,9 +98,9 @@ class Acquire(LeaseMessage, frozen=True):
 class LeasedPage(Struct, frozen=True, array_like=True):
     """A readable page: `index` within the lease, its slot, and the checksum it was sealed with."""
 
-    index: Count
-    slot: Count
-    checksum: Checksum
+    index: msg.Count
+    slot: msg.Count
+    checksum: msg.Checksum
 
 
 class PagesReady(LeaseMessage, frozen=True):
@@ -123,14 +112,14 @@ class PagesReady(LeaseMessage, frozen=True):
 class TierPages(Struct, frozen=True, array_like=True):
     """So many consecutive pages that a tier below the arena has, and how fast it brings them."""
 
-    speed: TierSpeed
-    pages: Count
+    speed: msg.TierSpeed
+    pages: msg.Count
 
 
 class LowerTierHits(LeaseMessage, frozen=True):
     """The pages of the lease from `first` on that lower tiers have, in order: Promote those worth it."""
 
-    first: Count
+    first: msg.Count
     runs: tuple[TierPages, ...]
 
 
@@ -138,19 +127,19 @@ class Promote(LeaseMessage, frozen=True):
     """Bring the pages of the lease before index `until` into the arena; PagesReady and PagesUnavailable tell of
     each."""
 
-    until: Count
+    until: msg.Count
 
 
 class PagesUnavailable(LeaseMessage, frozen=True):
     """From `index` on, the pages of this lease are neither here nor being made (or their maker has gone)."""
 
-    index: Count
+    index: msg.Count
 
 
 class Release(LeaseMessage, frozen=True):
     """Done with the pages `indices` of this lease."""
 
-    indices: Annotated[tuple[int, ...], Meta(max_length=MAX_KEYS_PER_CALL)]
+    indices: Annotated[tuple[int, ...], Meta(max_length=msg.MAX_KEYS_PER_CALL)]
 
 
 class Released(LeaseMessage, frozen=True):
@@ -167,16 +156,16 @@ class EndLease(LeaseMessage, frozen=True):
 class PageCorrupt(LeaseMessage, frozen=True):
     """A page's bytes did not match its checksum: drop it."""
 
-    index: Count
+    index: msg.Count
 
 
-class LeaseHeartbeat(Message, frozen=True):
+class LeaseHeartbeat(msg.Message, frozen=True):
     """A worker's heartbeat to its store: every lease it still cares about. The others are forgotten."""
 
     leases: tuple[int, ...] = ()
 
 
-class StoreHeartbeat(Message, frozen=True):
+class StoreHeartbeat(msg.Message, frozen=True):
     """The store's heartbeat to a worker: every lease it knows of this worker."""
 
     leases: tuple[int, ...] = ()

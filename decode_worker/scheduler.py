@@ -13,30 +13,12 @@ from typing import TypeAlias
 
 from msgspec.structs import replace
 
+from baton import messages as msg
 from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import DecodeConfig
 from baton.errors import BatonError, InvalidGrammar, NonFiniteLogits
 from baton.membership import RouterLost, SendToRouter
-from baton.messages import (
-    Accepted,
-    AttemptFailed,
-    AttemptName,
-    Cancel,
-    Decode,
-    Delta,
-    FetchIncomplete,
-    Heartbeat,
-    LoadReport,
-    LowerTier,
-    PromptLogprobs,
-    Refused,
-    Resend,
-    RouterHeartbeat,
-    Started,
-    StepSample,
-    Tokens,
-)
 from baton.router_fairness import RouterFairness
 from baton.store_protocol import StoreReply
 from baton.waits import WaitEdge
@@ -69,7 +51,7 @@ not ahead costs all of them the time between two steps, and being left out costs
 
 DecodeCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages
 DecodeEvent: TypeAlias = (
-    Decode | Cancel | Resend | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
+    msg.Decode | msg.Cancel | msg.Resend | msg.RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
     | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed | PagesCompared
 )  # fmt: skip
 
@@ -97,7 +79,7 @@ class DecodeStats:
     writes_refused: int
     growth_reserve: int  # pages to keep free for what the present sequences are going to take
     speculation: SpeculationStats
-    load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
+    load_regret: Mapping[msg.LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
 class DecodeScheduler:
@@ -111,7 +93,7 @@ class DecodeScheduler:
         *,
         event_tokens: bool = False,
         growth_reserve: GrowthReserve | None = None,
-        calibration: Items[StepSample] = (),
+        calibration: Items[msg.StepSample] = (),
         vocab_size: int | None = None,
         grammars: OutputGrammars | None = None,
         copies_overlap: bool = False,
@@ -181,16 +163,16 @@ class DecodeScheduler:
         """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
         router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
         match event:
-            case Decode():
+            case msg.Decode():
                 return self._decode(event, router, now)
-            case Cancel() | RouterHeartbeat() | RouterLost():
+            case msg.Cancel() | msg.RouterHeartbeat() | RouterLost():
                 ended, cut = self._sequences.ended_by(event, router), False
                 if isinstance(event, RouterLost):
                     self._router_fairness.admitted(event.router)
                     cut = True
                 return [command for sequence in ended for command in self._drop_sequence(sequence, cut=cut)]
-            case Resend(request=request, attempt=attempt, position=position):
-                sequence = self._sequences.find(AttemptName(request, attempt), router)
+            case msg.Resend(request=request, attempt=attempt, position=position):
+                sequence = self._sequences.find(msg.AttemptName(request, attempt), router)
                 return [] if sequence is None else self._resend(sequence, position)
             case StepLaunched(plan=plan):
                 self._under_way.append(plan)
@@ -213,8 +195,8 @@ class DecodeScheduler:
             case _:
                 return self._transfer(event, now)
 
-    def _decode(self, order: Decode, router: str, now: float) -> list[DecodeCommand]:
-        name = AttemptName(order.request, order.attempt)
+    def _decode(self, order: msg.Decode, router: str, now: float) -> list[DecodeCommand]:
+        name = msg.AttemptName(order.request, order.attempt)
         commands: list[DecodeCommand] = []
         try:
             if (old := self._sequences.before(name, router)) is not None:
@@ -223,26 +205,28 @@ class DecodeScheduler:
                 commands += self._drop_sequence(old, cut=True)
             sequence = self._reader.sequence(order, router, next(self._arrivals), now)
         except BatonError as error:
-            return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
+            return [*commands, SendToRouter(msg.AttemptFailed(*_named(name), error.reason, str(error)), router)]
         if old is not None:
             sequence.priority_time = old.priority_time
         if not self._pages.can_hold(sequence):
             need = f"prompt and output take up to {sequence.total_pages} pages at a time"
             message = f"{need} and this worker has {self._pages.total}"
-            return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*_named(name), "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
         if waits or not self._make_room(sequence, commands):
             self._router_fairness.refused(router, now)
             return [
                 *commands,
-                SendToRouter(Refused(*_named(name), "busy", f"{self._pages.blocks.available} pages are free"), router),
+                SendToRouter(
+                    msg.Refused(*_named(name), "busy", f"{self._pages.blocks.available} pages are free"), router
+                ),
             ]
         self._router_fairness.admitted(router)
         self._sequences.add(sequence)
         self._reader.begin_grammar(sequence)
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
-        commands.append(SendToRouter(Accepted(*_named(name), sequence.device_pages), router))
+        commands.append(SendToRouter(msg.Accepted(*_named(name), sequence.device_pages), router))
         return commands + self._begin(sequence, order.fetch, now)
 
     # --- admission ----------------------------------------------------------------------------------------------
@@ -303,7 +287,7 @@ class DecodeScheduler:
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
         pages = (sequence.device_pages, sequence.fetched_pages)
-        started = Started(*_named(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000))
+        started = msg.Started(*_named(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000))
         return [SendToRouter(started, sequence.owner)]
 
     # --- transfers ----------------------------------------------------------------------------------------------
@@ -354,7 +338,7 @@ class DecodeScheduler:
         if complete or full or not sequence.prefilled_remotely:
             return commands + self._run(sequence, now)
         sequence.phase = SequencePhase.KV_LOAD_INCOMPLETE
-        return [*commands, SendToRouter(FetchIncomplete(*_named(sequence.name), have, why), sequence.owner)]
+        return [*commands, SendToRouter(msg.FetchIncomplete(*_named(sequence.name), have, why), sequence.owner)]
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
@@ -542,7 +526,7 @@ class DecodeScheduler:
     def _tell_scores(self, sequence: Sequence, position: int) -> list[DecodeCommand]:
         return [
             SendToRouter(
-                PromptLogprobs(
+                msg.PromptLogprobs(
                     *_named(sequence.name), at, tuple(sequence.prompt_logprobs[at - 1 : at - 1 + _SCORES_PER_MESSAGE])
                 ),
                 sequence.owner,
@@ -550,7 +534,7 @@ class DecodeScheduler:
             for at in range(position, len(sequence.prompt_logprobs) + 1, _SCORES_PER_MESSAGE)
         ]
 
-    def _in_step(self, name: AttemptName, chunk: Chunk) -> Sequence | None:
+    def _in_step(self, name: msg.AttemptName, chunk: Chunk) -> Sequence | None:
         """The sequence that a step has run, unless the chunk does not count for it: it has gone, for example."""
         sequence = self._sequences.get(name.request)
         return sequence if sequence is not None and sequence.name == name and sequence.counts(chunk) else None
@@ -560,7 +544,7 @@ class DecodeScheduler:
     ) -> list[DecodeCommand]:
         """The plan has been run. `sampled`: for each chunk the tokens that come after it. `computed`: all but the last
         of them have been computed, too."""
-        deltas: dict[str, list[Delta]] = {}  # by owner
+        deltas: dict[str, list[msg.Delta]] = {}  # by owner
         commands: list[DecodeCommand] = []
         for (name, chunk), drawn in zip(plan.items(), sampled, strict=True):
             if (sequence := self._in_step(name, chunk)) is None:
@@ -575,7 +559,7 @@ class DecodeScheduler:
             sequence.last_step = self._step
             if (failed := _failure(drawn, chunk.known)) is not None:
                 commands += self._drop_sequence(sequence, cut=True)  # none of this step's pages is cached
-                commands.append(SendToRouter(AttemptFailed(*_named(name), *failed), sequence.owner))
+                commands.append(SendToRouter(msg.AttemptFailed(*_named(name), *failed), sequence.owner))
                 continue
             if not drawn:
                 sequence.computed = end
@@ -601,7 +585,10 @@ class DecodeScheduler:
             else:
                 self._pages.give_back_unseen(sequence)
                 commands += self._pages.take_apart(sequence)
-        return [*(SendToRouter(Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()), *commands]
+        return [
+            *(SendToRouter(msg.Tokens(self._step, tuple(each)), owner) for owner, each in deltas.items()),
+            *commands,
+        ]
 
     def _step_failed(self, plan: ScheduledBatch, message: str) -> list[DecodeCommand]:
         commands: list[DecodeCommand] = []
@@ -609,7 +596,7 @@ class DecodeScheduler:
             if (sequence := self._in_step(name, chunk)) is None:
                 continue
             commands += self._drop_sequence(sequence, cut=True)
-            commands.append(SendToRouter(AttemptFailed(*_named(name), "internal", message), sequence.owner))
+            commands.append(SendToRouter(msg.AttemptFailed(*_named(name), "internal", message), sequence.owner))
         return commands
 
     # --- ends ---------------------------------------------------------------------------------------------------
@@ -620,7 +607,7 @@ class DecodeScheduler:
         delta = sequence.delta(position)
         if not delta.tokens and sequence.finish is None:
             return scores
-        return [*scores, SendToRouter(Tokens(self._step, (delta,)), sequence.owner)]
+        return [*scores, SendToRouter(msg.Tokens(self._step, (delta,)), sequence.owner)]
 
     def _drop_sequence(self, sequence: Sequence, cut: bool) -> list[DecodeCommand]:
         """Free everything it holds. Its complete pages stay cached, which is what makes a new attempt cheap. `cut`: its
@@ -643,7 +630,7 @@ class DecodeScheduler:
             sequence.progressed_at += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not SequencePhase.ENDED:
                 commands += self._drop_sequence(sequence, cut=False)
-                failed = AttemptFailed(*_named(sequence.name), "deadline", "the request's deadline has passed")
+                failed = msg.AttemptFailed(*_named(sequence.name), "deadline", "the request's deadline has passed")
                 commands.append(SendToRouter(failed, sequence.owner))
             elif sequence.fetch is not None and now - sequence.progressed_at > most:
                 commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_timeout_ms} ms", now)
@@ -661,7 +648,7 @@ class DecodeScheduler:
         """For its KV events and its snapshot; never to change it."""
         return self._pages.blocks
 
-    def attempts(self, router: str) -> frozenset[AttemptName]:
+    def attempts(self, router: str) -> frozenset[msg.AttemptName]:
         """Those of this router that have not ended."""
         return frozenset(s.name for s in self._sequences.owned_by(router) if s.phase is not SequencePhase.ENDED)
 
@@ -670,7 +657,7 @@ class DecodeScheduler:
         """Every lease at the store that we still care about."""
         return (*self._fetches.leases, *self._write_through.leases, *self._refill.leases, *self._recomputation.leases)
 
-    def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
+    def heartbeat(self, heard: int, router: str = "") -> msg.Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
         sequences = self._sequences.values()
         load = replace(
@@ -681,7 +668,7 @@ class DecodeScheduler:
             steps=self._planner.costs.last,
         )
         others = _load(sequence for sequence in sequences if sequence.owner != router)
-        return Heartbeat(heard, load, self._step, attempts=self._sequences.held_for(router), others=others)
+        return msg.Heartbeat(heard, load, self._step, attempts=self._sequences.held_for(router), others=others)
 
     def waits(self, me: str) -> Iterator[WaitEdge]:
         """Yield the edges of the wait-for graph that this worker knows; for tests. `me`: its incarnation."""
@@ -742,7 +729,7 @@ def _lacks_pages(sequence: Sequence) -> bool:
     return lacking and not sequence.draws_its_last
 
 
-def _load(sequences: Iterable[Sequence]) -> LoadReport:
+def _load(sequences: Iterable[Sequence]) -> msg.LoadReport:
     """What these make of our load. In one pass: it is told with every step."""
     running = waiting = queued = context = 0
     for sequence in sequences:
@@ -757,7 +744,7 @@ def _load(sequences: Iterable[Sequence]) -> LoadReport:
             waiting += 1
         if (pending := known - sequence.computed) > 1:
             queued += pending
-    return LoadReport(running=running, waiting=waiting, tokens_queued=queued, context=context)
+    return msg.LoadReport(running=running, waiting=waiting, tokens_queued=queued, context=context)
 
 
 def _with_forced(chunk: Chunk, drawn: Items[Sampled]) -> Items[Sampled]:
@@ -783,5 +770,5 @@ def _failure(drawn: Items[Sampled], position: int) -> tuple[str, str] | None:
     return None
 
 
-def _named(name: AttemptName) -> tuple[str, int]:
+def _named(name: msg.AttemptName) -> tuple[str, int]:
     return name.request, name.attempt

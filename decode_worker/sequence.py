@@ -19,16 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from baton.messages import (
-    AttemptHeld,
-    AttemptName,
-    Delta,
-    FinishReason,
-    PageSource,
-    PromptTokenLogprob,
-    SamplingParams,
-    TokenLogprob,
-)
+from baton import messages as msg
 from decode_worker.proposers import Proposer
 from decode_worker.sliding_window import SlidingWindow
 from engine.sampling.logits_rules import LogitsEditor
@@ -74,12 +65,12 @@ class Proposals:
 class Sequence:
     """Tokens, device pages and progress of one attempt."""
 
-    name: AttemptName
+    name: msg.AttemptName
     root: bytes
     tokens: list[int]
     prompt: int  # how many of the tokens are the prompt
     max_tokens: int  # output tokens over all attempts
-    sampling: SamplingParams
+    sampling: msg.SamplingParams
     stop_token_ids: frozenset[int]
     priority_time: float  # seconds: when its request came here, later by `decode.ageing_ms` for each level of priority
     priority: int
@@ -112,7 +103,7 @@ class Sequence:
     fetch: PageFetch | None = None
     prefilled_remotely: bool = False  # a prefill worker makes the pages to fetch
     fetch_goal: int = 0  # how many pages that is
-    sources: tuple[PageSource, ...] = ()  # other stores to get them from
+    sources: tuple[msg.PageSource, ...] = ()  # other stores to get them from
     loading: LoadInProgress | None = None  # what the store was asked to bring from lower tiers
     loaded_from: int = 0  # page of the fetch from which on that was
     progressed_at: float = 0.0  # when the fetch last went on
@@ -125,11 +116,11 @@ class Sequence:
     logits_editor: LogitsEditor | None = None
     grammar: OutputGrammar | None = None
     first_new: int = 0  # tokens known when the attempt began
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of tokens[first_new:]
-    prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # of tokens[1:]
+    logprobs: list[msg.TokenLogprob] = field(default_factory=list[msg.TokenLogprob])  # of tokens[first_new:]
+    prompt_logprobs: list[msg.PromptTokenLogprob] = field(default_factory=list[msg.PromptTokenLogprob])  # of tokens[1:]
     page_weights: list[Items[float]] = field(default_factory=list[Items[float]])  # of the tokens observed so far
     proposals: Proposals | None = None
-    finish: FinishReason | None = None
+    finish: msg.FinishReason | None = None
 
     @property
     def generated(self) -> int:
@@ -339,7 +330,7 @@ class Sequence:
         for each in drawn:
             self.tokens.append(each.token)
             if each.logprob is not None:
-                self.logprobs.append(TokenLogprob(each.token, each.logprob, each.top))
+                self.logprobs.append(msg.TokenLogprob(each.token, each.logprob, each.top))
             if each.token in self.stop_token_ids:
                 self.finish = "stop"
             elif self.generated >= self.max_tokens:
@@ -348,14 +339,14 @@ class Sequence:
                 break
         self.extend_keys()
 
-    def delta(self, position: int) -> Delta:
+    def delta(self, position: int) -> msg.Delta:
         """What its router is told of the tokens from `position` on, which this attempt has drawn."""
         computed = self.prompt_computed if position == self.first_new else 0
         tokens, logprobs = tuple(self.tokens[position:]), tuple(self.logprobs[position - self.first_new :])
         counts = (0, 0, 0.0) if (own := self.proposals) is None else (own.verified, own.accepted, own.saved)
         chosen = () if self.kv_window is None or position > self.first_new else self.kv_window.chosen
         name = self.name
-        return Delta(name.request, name.attempt, position, tokens, logprobs, self.finish, computed, *counts, chosen)
+        return msg.Delta(name.request, name.attempt, position, tokens, logprobs, self.finish, computed, *counts, chosen)
 
     def extend_keys(self) -> None:
         """Derive the keys of the exact pages that have filled up since."""
@@ -402,7 +393,7 @@ class Sequence:
             keys.append(rest)
         return keys
 
-    def held(self) -> AttemptHeld:
+    def held(self) -> msg.AttemptHeld:
         ended = self.phase is SequencePhase.ENDED
         short = self.phase is SequencePhase.KV_LOAD_INCOMPLETE
-        return AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), ended, self.computed, short)
+        return msg.AttemptHeld(self.name.request, self.name.attempt, len(self.tokens), ended, self.computed, short)

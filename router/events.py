@@ -13,18 +13,9 @@ from typing import TypeAlias
 
 from msgspec import Struct, field
 
+from baton import messages as msg
 from baton.clock import Tick
 from baton.errors import BatonError, RequestCancelled
-from baton.messages import (
-    Envelope,
-    FinishReason,
-    Message,
-    PromptTokenLogprob,
-    Snapshot,
-    TokenLogprob,
-    ToRouter,
-    WorkerRole,
-)
 from baton.operator_api import CascadeChoice, NewPin
 from baton.timeline import Timeline
 from kvstore.events.wire_format import KvEventBatch
@@ -102,7 +93,7 @@ class SetRole(Struct, frozen=True):
     after `patience` seconds."""
 
     worker: str  # its name
-    role: WorkerRole
+    role: msg.WorkerRole
     patience: float
 
 
@@ -139,7 +130,7 @@ class CascadeDecided(Struct, frozen=True):
 class MessageReceived(Struct, frozen=True):
     """A message came in on the internal socket."""
 
-    envelope: Envelope[ToRouter]
+    envelope: msg.Envelope[msg.ToRouter]
 
 
 class KvEvents(Struct, frozen=True):
@@ -152,7 +143,7 @@ class KvSnapshot(Struct, frozen=True):
     """A part of a holder's snapshot came in."""
 
     holder: str
-    part: Snapshot
+    part: msg.Snapshot
 
 
 class Shutdown(Struct, frozen=True):
@@ -186,7 +177,7 @@ RouterEvent: TypeAlias = (
 class Finished(Struct, frozen=True):
     """The output is complete."""
 
-    reason: FinishReason
+    reason: msg.FinishReason
 
 
 class Failed(Struct, frozen=True):
@@ -246,7 +237,7 @@ class SendMessage(Struct, frozen=True):
     """Send to that peer. The order of commands is the order on the link, and the state counts along."""
 
     incarnation: str
-    message: Message
+    message: msg.Message
 
 
 class ForgetPeer(Struct, frozen=True):
@@ -262,8 +253,8 @@ class Emit(Struct, frozen=True):
     request: str
     worker: str  # incarnation of the decode worker that computed them
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
+    logprobs: tuple[msg.TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[msg.PromptTokenLogprob, ...] = ()
 
 
 class RequestEnded(Struct, frozen=True):
@@ -273,7 +264,7 @@ class RequestEnded(Struct, frozen=True):
     outcome: RequestOutcome
     summary: Summary
 
-    def finish_reason(self) -> FinishReason:
+    def finish_reason(self) -> msg.FinishReason:
         """Return why the output ended. Raises the error that it ended in."""
         match self.outcome:
             case Finished(reason=reason):

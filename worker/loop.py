@@ -18,30 +18,13 @@ from typing import Any, Protocol, Self, TypeAlias
 import msgspec
 import torch
 
+from baton import messages as msg
 from baton.checkpoints import hub
 from baton.clock import PauseDetector, Tick
 from baton.config import Config
 from baton.errors import DeviceLost, ModelError, StoreError
 from baton.logs import RateLimit, RateLimitedLog
 from baton.membership import SendToRouter
-from baton.messages import (
-    MIXED,
-    AdapterFailed,
-    ChangeRole,
-    Heartbeat,
-    Hello,
-    LoadAdapter,
-    LoadWeights,
-    ModelCard,
-    Namespace,
-    Peer,
-    StartTrace,
-    StopTrace,
-    ToDecode,
-    ToPrefill,
-    UnloadAdapter,
-    WorkerRole,
-)
 from baton.metrics import Metrics
 from baton.monotonic_clock import MonotonicClock
 from baton.router_links import RouterLinks, RouterMessage
@@ -84,7 +67,7 @@ of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or st
 _IDLE = 0.05  # seconds between two turns of a loop that has nothing to do
 _ANSWERING = 0.002  # the same while followers of its KV events read what they asked for
 _CONNECT_AGAIN = 0.05  # seconds between two tries to reach the store
-_HEARS: Mapping[WorkerRole, Any] = {"prefill": ToPrefill, "decode": ToDecode}  # what routers say to it
+_HEARS: Mapping[msg.WorkerRole, Any] = {"prefill": msg.ToPrefill, "decode": msg.ToDecode}  # what routers say to it
 _STEP = 0.05  # seconds between two looks at a step that runs beside the loop, whose end wakes it
 _PAUSE = 1.0  # seconds; a longer turn means that this process was paused, and no peer is to blame
 
@@ -110,27 +93,34 @@ class WorkerScheduler(Protocol):
     def take_copies(self) -> list[Copy]: ...
     def prepare(self, now: float) -> Sequence[WorkerCommand]: ...
     def schedule(self, now: float) -> ScheduledBatch: ...
-    def heartbeat(self, heard: int, router: str = "") -> Heartbeat: ...
+    def heartbeat(self, heard: int, router: str = "") -> msg.Heartbeat: ...
 
 
 class WorkerLoop:
     """One incarnation of a worker process, but for its decisions."""
 
     def __init__(
-        self, config: Config, role: WorkerRole, name: str, node: str, routers: Sequence[str], host: str, runner: Runner
+        self,
+        config: Config,
+        role: msg.WorkerRole,
+        name: str,
+        node: str,
+        routers: Sequence[str],
+        host: str,
+        runner: Runner,
     ) -> None:
         """Connect. `routers`: their ZMQ endpoints; `host`: where our own sockets listen, the address of this node;
         `runner`: as `load` made it, and used by no other. Raises PortInUse or StartupError."""
         self.clock = MonotonicClock()
-        self._role: WorkerRole = role
-        self.peer = Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
-        self.next_role: WorkerRole | None = None  # what a router wants this process to be from now on
+        self._role: msg.WorkerRole = role
+        self.peer = msg.Peer(role, name, node, f"{name}-{secrets.token_hex(6)}", os.getpid())
+        self.next_role: msg.WorkerRole | None = None  # what a router wants this process to be from now on
         self.next_weights = ""  # and the checkpoint whose weights it is to load
         self.runner = runner
         self.adapters = WorkerAdapters(runner)
         self.speculates = _speculates(config, runner)
-        mixed = config.model.numerics == MIXED
-        namespace = _namespace(runner, config, MIXED if mixed else runner.numerics)
+        mixed = config.model.numerics == msg.MIXED
+        namespace = _namespace(runner, config, msg.MIXED if mixed else runner.numerics)
         layout = runner.layout
         self.num_pages = runner.num_pages
         longest = min(runner.max_positions, config.model.max_model_len or runner.max_positions)
@@ -151,7 +141,7 @@ class WorkerLoop:
         self.metrics = Metrics()
         self._events = KvEventPublisher(self.peer.incarnation, self._model, self.clock, host)
         window = runner.window
-        card = ModelCard(
+        card = msg.ModelCard(
             namespace,
             layout.page_bytes,
             runner.vocab_size,
@@ -163,7 +153,7 @@ class WorkerLoop:
             self.adapters.cards,
             runner.numerics if mixed else None,
         )
-        self._hello = hello = Hello(
+        self._hello = hello = msg.Hello(
             self.peer,
             model=card,
             events=self._events.endpoint,
@@ -350,33 +340,33 @@ class WorkerLoop:
             heard = list(self._routers.receive(now, paused)) if self._joined else []
         for event in heard:
             match event:
-                case RouterMessage(message=StartTrace(mark=mark, steps=steps)):
+                case RouterMessage(message=msg.StartTrace(mark=mark, steps=steps)):
                     self.tracer.start(self._traces, mark, steps)
-                case RouterMessage(message=StopTrace(mark=mark)):
+                case RouterMessage(message=msg.StopTrace(mark=mark)):
                     self.tracer.stop(mark)
-                case RouterMessage(message=ChangeRole(role=role)):
+                case RouterMessage(message=msg.ChangeRole(role=role)):
                     self._change_role(role)
-                case RouterMessage(message=LoadWeights(path=path)) if not path.startswith("/"):
+                case RouterMessage(message=msg.LoadWeights(path=path)) if not path.startswith("/"):
                     of_peers.warning("ignores an order for the weights of %r, which is no absolute path", path)
-                case RouterMessage(message=LoadWeights(path=path)):
+                case RouterMessage(message=msg.LoadWeights(path=path)):
                     of_peers.info("loads the weights of %s; all work here is forgotten", path)
                     self.next_weights = path
-                case RouterMessage(router=router, message=LoadAdapter() as order):
+                case RouterMessage(router=router, message=msg.LoadAdapter() as order):
                     self._load_adapter(order, router)
-                case RouterMessage(message=UnloadAdapter(name=name)):
+                case RouterMessage(message=msg.UnloadAdapter(name=name)):
                     self.adapters.unload(name)
                     self._list_adapters()
                 case _:
                     yield event
         yield Tick(paused)
 
-    def _load_adapter(self, order: LoadAdapter, router: str) -> None:
+    def _load_adapter(self, order: msg.LoadAdapter, router: str) -> None:
         try:
             with self.tracer.span("load an adapter", "engine"):
                 self.adapters.load(order)
         except ModelError as error:
             of_peers.warning("can't load the LoRA adapter %s: %s", order.name, error)
-            self._routers.say(AdapterFailed(order.name, error.reason, str(error)), router)
+            self._routers.say(msg.AdapterFailed(order.name, error.reason, str(error)), router)
         else:
             self._list_adapters()
 
@@ -387,7 +377,7 @@ class WorkerLoop:
         self._hello = msgspec.structs.replace(self._hello, model=model)
         self._routers.introduce(self._hello)
 
-    def _change_role(self, role: WorkerRole) -> None:
+    def _change_role(self, role: msg.WorkerRole) -> None:
         if role == "decode" and not self.runner.has_lm_head:
             of_peers.warning("can't become a decode worker without an output head (prefill.lm_head)")
         elif role != self.peer.role:
@@ -597,9 +587,9 @@ def _speculates(config: Config, runner: Runner) -> bool:
     return model.speculation != "off" and bool(verifies)
 
 
-def _namespace(runner: Runner, config: Config, numerics: str) -> Namespace:
+def _namespace(runner: Runner, config: Config, numerics: str) -> msg.Namespace:
     layout = runner.layout
-    return Namespace(
+    return msg.Namespace(
         runner.fingerprint, numerics, layout.dtype, config.pages.page_size, layout.version, layout.form,
         layout.num_kv_heads, quantization=config.model.quantization,
     )  # fmt: skip

@@ -28,25 +28,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from baton import store_protocol as protocol
 from baton.config import ArenaBytes, ClusterConfig, Config, StoreConfig, dump
 from baton.errors import StoreGone
 from baton.messages import Namespace, Peer
-from baton.store_protocol import (
-    Acquire,
-    Attached,
-    AttachRefused,
-    EndLease,
-    PagesReady,
-    Release,
-    Released,
-    Reserve,
-    Reserved,
-    Seal,
-    Sealed,
-    StoreCall,
-    StoreHeartbeat,
-    StoreReply,
-)
 from baton.wire import ClusterKeys
 from bench import report
 from deploy.load.figures import percentile
@@ -113,9 +98,9 @@ class Worker:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
-        self._unread: list[StoreReply] = []
+        self._unread: list[protocol.StoreReply] = []
 
-    def hear(self) -> StoreReply:
+    def hear(self) -> protocol.StoreReply:
         """The next answer about a lease."""
         while not self._unread:
             if not select.select([self.store.fileno()], [], [], _PATIENCE)[0]:
@@ -123,7 +108,7 @@ class Worker:
             self._unread = [reply for reply in self.store.receive() if hasattr(reply, "lease")]
         return self._unread.pop(0)
 
-    def ask(self, call: StoreCall) -> StoreReply:
+    def ask(self, call: protocol.StoreCall) -> protocol.StoreReply:
         self.store.call(call)
         return self.hear()
 
@@ -198,7 +183,7 @@ def round_trips(calls: int) -> dict[str, list[float]]:
         worker = Worker(cluster, page_bytes)
         times: dict[str, list[float]] = {"Reserve": [], "Seal": [], "Acquire": [], "Release": []}
 
-        def timed(kind: str, call: StoreCall, answer: type[StoreReply]) -> None:
+        def timed(kind: str, call: protocol.StoreCall, answer: type[protocol.StoreReply]) -> None:
             began = time.perf_counter()
             reply = worker.ask(call)
             times[kind].append(time.perf_counter() - began)
@@ -207,12 +192,12 @@ def round_trips(calls: int) -> dict[str, list[float]]:
         try:
             for _ in range(calls):
                 key, writing, reading = secrets.token_bytes(16), next(worker.leases), next(worker.leases)
-                timed("Reserve", Reserve(writing, b"", key), Reserved)
-                timed("Seal", Seal(writing, 0, (1,)), Sealed)
-                timed("Acquire", Acquire(reading, key), PagesReady)
-                timed("Release", Release(reading, (0,)), Released)
-                worker.store.call(EndLease(writing))
-                worker.store.call(EndLease(reading))
+                timed("Reserve", protocol.Reserve(writing, b"", key), protocol.Reserved)
+                timed("Seal", protocol.Seal(writing, 0, (1,)), protocol.Sealed)
+                timed("Acquire", protocol.Acquire(reading, key), protocol.PagesReady)
+                timed("Release", protocol.Release(reading, (0,)), protocol.Released)
+                worker.store.call(protocol.EndLease(writing))
+                worker.store.call(protocol.EndLease(reading))
             return times
         finally:
             worker.close()
@@ -253,22 +238,22 @@ def _hand_off(writer: Worker, reader: Worker, out: Out, into: In, keys: Sequence
         fetch = fetching[_lease(reply)]
         for batch in batches(_copies(fetch.handle(reply)), _WORD):
             _call(reader, fetch.handle(into(batch)))
-    _call(writer, [EndLease(write.lease) for write in ships])
-    _call(reader, [EndLease(lease) for fetch in fetches for lease in fetch.leases])
+    _call(writer, [protocol.EndLease(write.lease) for write in ships])
+    _call(reader, [protocol.EndLease(lease) for fetch in fetches for lease in fetch.leases])
 
 
-def _lease(reply: StoreReply) -> int:
-    assert not isinstance(reply, Attached | AttachRefused | StoreHeartbeat)
+def _lease(reply: protocol.StoreReply) -> int:
+    assert not isinstance(reply, protocol.Attached | protocol.AttachRefused | protocol.StoreHeartbeat)
     return reply.lease
 
 
-def _call(worker: Worker, calls: Sequence[StoreCall | Copy]) -> None:
+def _call(worker: Worker, calls: Sequence[protocol.StoreCall | Copy]) -> None:
     for call in calls:
         assert not isinstance(call, CopyIn | CopyOut)
         worker.store.call(call)
 
 
-def _copies(commands: Sequence[StoreCall | Copy]) -> list[Copy]:
+def _copies(commands: Sequence[protocol.StoreCall | Copy]) -> list[Copy]:
     return [copy for copy in commands if isinstance(copy, CopyIn | CopyOut)]
 
 

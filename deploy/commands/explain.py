@@ -9,21 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from baton import operator_api as api
 from baton.errors import InvalidRequest
-from baton.operator_api import (
-    CascadeChoice,
-    CostTerms,
-    ExplainedAttempt,
-    ExplainedCandidate,
-    Explanation,
-    NotCached,
-    Outlook,
-    RequestSummary,
-)
 from deploy.commands.running_cluster import operator_client
 from deploy.commands.terminal import Json, Name, Operator, command, new_table, out, print_json
 
-_TERMS = [name for name in CostTerms.__struct_fields__ if name != "total_ms"]
+_TERMS = [name for name in api.CostTerms.__struct_fields__ if name != "total_ms"]
 _WIDTH = 240
 _TURNS = 100  # of a session, unless the call says how many
 _TIERS = {"GPU": "a device", "CPU": "a host's memory", "DISK": "a disk"}
@@ -81,7 +72,7 @@ def explain(
         request(out, explained)
 
 
-def requests(console: Console, summaries: Sequence[RequestSummary]) -> None:
+def requests(console: Console, summaries: Sequence[api.RequestSummary]) -> None:
     figures = (">age", ">prompt", ">cached", ">output", ">TTFT, ms", ">TPOT, ms", ">attempts")
     table = new_table("request", "state", *figures, "on")
     for one in summaries:
@@ -103,7 +94,7 @@ def requests(console: Console, summaries: Sequence[RequestSummary]) -> None:
         console.print("no request is remembered")
 
 
-def turns(console: Console, summaries: Sequence[RequestSummary]) -> None:
+def turns(console: Console, summaries: Sequence[api.RequestSummary]) -> None:
     """Print a line for each turn of a session, and why its prompt was not cached."""
     figures = (">age", ">prompt", ">cached", ">TTFT, ms", ">page")
     table = new_table("turn", *figures, "why", "tokens not cached")
@@ -125,7 +116,7 @@ def turns(console: Console, summaries: Sequence[RequestSummary]) -> None:
         console.print("no turn of this session is remembered")
 
 
-def _why(why: NotCached) -> str:
+def _why(why: api.NotCached) -> str:
     """Say in words why the first page was not cached."""
     text = _REASONS.get(why.reason, why.reason)
     if why.reason == "evicted":
@@ -134,11 +125,11 @@ def _why(why: NotCached) -> str:
     return f"{text} (as {why.other_request})" if why.other_request else text
 
 
-def _by_reason(why: NotCached) -> str:
+def _by_reason(why: api.NotCached) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in why.tokens.items())
 
 
-def request(console: Console, explanation: Explanation) -> None:
+def request(console: Console, explanation: api.Explanation) -> None:
     """Print one request: its candidates, predicted and actual times, and the time of each hop, per attempt."""
     one = explanation.request
     ended = f": {escape(one.outcome)}" if one.outcome else ""
@@ -162,7 +153,7 @@ def request(console: Console, explanation: Explanation) -> None:
         _attempt(console, attempt)
 
 
-def _chosen(choice: CascadeChoice) -> str:
+def _chosen(choice: api.CascadeChoice) -> str:
     """Say which model of a cascade answered, and why."""
     name, chosen, small = (f"'{escape(one)}'" for one in (choice.model, choice.chosen, choice.small))
     if choice.mean_logprob is None:
@@ -174,7 +165,7 @@ def _chosen(choice: CascadeChoice) -> str:
     )
 
 
-def _attempt(console: Console, attempt: ExplainedAttempt) -> None:
+def _attempt(console: Console, attempt: api.ExplainedAttempt) -> None:
     why = f": {escape(attempt.why)}" if attempt.why else ""
     console.print(f"[bold]attempt {attempt.number}[/] on {_who(attempt)}{why}")
     _candidates(console, attempt)
@@ -191,7 +182,7 @@ def _attempt(console: Console, attempt: ExplainedAttempt) -> None:
         console.print(f"[yellow]ended because {escape(attempt.ended_because)}[/]")
 
 
-def _candidates(console: Console, attempt: ExplainedAttempt | Explanation) -> None:
+def _candidates(console: Console, attempt: api.ExplainedAttempt | api.Explanation) -> None:
     """Print the candidates' costs, without terms that are zero for all of them."""
     if not attempt.candidates:
         return
@@ -213,7 +204,7 @@ def _candidates(console: Console, attempt: ExplainedAttempt | Explanation) -> No
         console.print(f"[dim]and {attempt.candidates_omitted} more[/]")
 
 
-def _outlook(console: Console, attempt: ExplainedAttempt) -> None:
+def _outlook(console: Console, attempt: api.ExplainedAttempt) -> None:
     table = new_table("", ">predicted", ">actual")
     for name, (title, form) in _OUTLOOK.items():
         predicted, actual = _number(attempt.predicted, name, form), _number(attempt.actual, name, form)
@@ -222,7 +213,7 @@ def _outlook(console: Console, attempt: ExplainedAttempt) -> None:
     _print(console, table)
 
 
-def _who(one: RequestSummary | ExplainedAttempt | ExplainedCandidate) -> str:
+def _who(one: api.RequestSummary | api.ExplainedAttempt | api.ExplainedCandidate) -> str:
     return f"{one.decode_worker} with {one.prefill_worker}" if one.prefill_worker else one.decode_worker
 
 
@@ -233,10 +224,10 @@ def _print(console: Console, table: Table) -> None:
     console.width = width
 
 
-def _state(one: RequestSummary) -> str:
+def _state(one: api.RequestSummary) -> str:
     return f"[{_COLOURS.get(one.state, 'cyan')}]{one.state}[/]"
 
 
-def _number(one: RequestSummary | Outlook, name: str, form: str) -> str:
+def _number(one: api.RequestSummary | api.Outlook, name: str, form: str) -> str:
     value = getattr(one, name)
     return "" if value is None else format(value, form)

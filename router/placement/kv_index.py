@@ -9,14 +9,7 @@ from dataclasses import dataclass
 
 from baton.messages import Medium, Snapshot
 from kvstore.events.wire_format import KvEventBatch
-from kvstore.prefix_map.event_tracker import (
-    ApplyEvents,
-    EventTracker,
-    LoadSnapshot,
-    RequestSnapshot,
-    TrackerAction,
-    apply_events,
-)
+from kvstore.prefix_map import event_tracker as tracker
 from kvstore.prefix_map.prefix_map import PrefixMap, PrefixMatch
 from kvstore.prefix_map.survey import Survey
 
@@ -36,7 +29,7 @@ class KvIndex:
 
     def __init__(self) -> None:
         self._map = PrefixMap()
-        self._tracker = EventTracker()
+        self._tracker = tracker.EventTracker()
 
     def follow(self, holder: str, now: float) -> list[str]:
         return self._carry_out(self._tracker.track(holder, now), now)
@@ -81,22 +74,22 @@ class KvIndex:
         """The holders that a mask of a survey names, by incarnation, each with its tiers."""
         return self._map.holders_of(mask)
 
-    def _carry_out(self, actions: Sequence[TrackerAction], now: float) -> list[str]:
+    def _carry_out(self, actions: Sequence[tracker.TrackerAction], now: float) -> list[str]:
         asks: list[str] = []
         waiting = list(actions)[::-1]  # the next one last
         while waiting:
-            follow: Sequence[TrackerAction] = ()
+            follow: Sequence[tracker.TrackerAction] = ()
             match waiting.pop():
-                case RequestSnapshot(holder=holder):
+                case tracker.RequestSnapshot(holder=holder):
                     asks.append(holder)
-                case LoadSnapshot(holder=holder, runs=runs, first=first, sequence=sequence):
+                case tracker.LoadSnapshot(holder=holder, runs=runs, first=first, sequence=sequence):
                     load = self._map.load_snapshot if first else self._map.extend
                     if not load(holder, runs):
                         self._tracker.unusable(holder, now)
                     elif sequence is not None:
                         follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
-                case ApplyEvents(holder=holder, events=events, sequence=sequence):
-                    if apply_events(self._map, holder, events):
+                case tracker.ApplyEvents(holder=holder, events=events, sequence=sequence):
+                    if tracker.apply_events(self._map, holder, events):
                         follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
                     else:
                         follow = self._tracker.lost(holder, now)

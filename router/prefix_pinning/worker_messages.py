@@ -4,17 +4,8 @@
 
 from __future__ import annotations
 
-from baton import messages
+from baton import errors, messages
 from baton.config import Config
-from baton.errors import (
-    BatonError,
-    ContextTooLong,
-    DeadlineExpired,
-    InvalidRequest,
-    Overloaded,
-    QuotaExceeded,
-    from_reason,
-)
 from baton.messages import AttemptHeld, AttemptName, Heartbeat, PagesPinned, Refused, UnpinPages
 from router.events import Failed
 from router.members import MemberRecord
@@ -47,13 +38,13 @@ class PinMessageHandler:
                 if prefix.phase is PinPhase.PREFILLING:
                     self._pinner.prefilled(prefix, computed, now)
             case Refused(reason="too_large", message=text):
-                self._pinner.end(prefix, Failed(ContextTooLong(f"{member.peer.name}: {text}")))
+                self._pinner.end(prefix, Failed(errors.ContextTooLong(f"{member.peer.name}: {text}")))
             case Refused():
                 member.mark_busy(prefix.attempt)
                 self._pinner.wait(prefix, now, now)
             case messages.AttemptFailed(reason=reason, message=text):
-                error = from_reason(reason, text)
-                if isinstance(error, InvalidRequest | DeadlineExpired):
+                error = errors.from_reason(reason, text)
+                if isinstance(error, errors.InvalidRequest | errors.DeadlineExpired):
                     self._pinner.end(prefix, Failed(error))
                 else:
                     prefix.excluded.add(member.incarnation)
@@ -126,14 +117,14 @@ class PinMessageHandler:
         """Something was lost between making and pinning: an arena that is too full, most likely. Once is chance."""
         why = f"the store of node {prefix.node} has kept only {pages} of {prefix.pages} pages"
         if prefix.missed:
-            self._pinner.end(prefix, Failed(Overloaded(f"{why}, twice; its arena is too full, or too small")))
+            self._pinner.end(prefix, Failed(errors.Overloaded(f"{why}, twice; its arena is too full, or too small")))
             return
         prefix.missed = True
         self._pinner.retry(prefix, why, now)
 
-    def _over_quota(self, prefix: PinnedPrefix) -> BatonError:
+    def _over_quota(self, prefix: PinnedPrefix) -> errors.BatonError:
         whose = f"tenant {prefix.tenant!r}" if prefix.tenant else "a tenant"
-        return QuotaExceeded(
+        return errors.QuotaExceeded(
             f"{prefix.pages} pages of {prefix.page_bytes} bytes, with what is pinned already, are more than the "
             f"{self._config.store.pin_bytes} bytes that {whose} may pin on node {prefix.node}; remove some pins, or "
             "raise store.pin_bytes"

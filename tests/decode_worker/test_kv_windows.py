@@ -7,18 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton import messages as msg
 from baton.config import DecodeConfig
-from baton.messages import (
-    Accepted,
-    AttemptFailed,
-    Cancel,
-    Decode,
-    Delta,
-    KvCompression,
-    Refused,
-    SamplingParams,
-    Tokens,
-)
 from decode_worker.request_reader import RequestReader
 from decode_worker.sequence import Sequence
 from kvstore.keys import pack_tokens
@@ -26,9 +16,9 @@ from kvstore.kv_window import KvWindow
 from kvstore.window_groups import NO_GROUPS
 from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, reference
 
-WINDOW = KvCompression("window", window=13, sinks=5)
-CHOSEN = KvCompression("snapkv", window=13, sinks=5, keep=9)
-AGAIN = KvCompression("h2o", window=13, sinks=5, keep=9)
+WINDOW = msg.KvCompression("window", window=13, sinks=5)
+CHOSEN = msg.KvCompression("snapkv", window=13, sinks=5, keep=9)
+AGAIN = msg.KvCompression("h2o", window=13, sinks=5, keep=9)
 SINKS = 2  # pages
 MOST = SINKS + 4  # pages that a long output holds
 EXTRA = 3  # and with chosen ones so many more
@@ -39,12 +29,12 @@ def prompt_of(length: int, seed: int = 7) -> list[int]:
 
 
 def order(
-    name: str, prompt: list[int], count: int, *, compression: KvCompression | None = WINDOW, priority: int = 0,
+    name: str, prompt: list[int], count: int, *, compression: msg.KvCompression | None = WINDOW, priority: int = 0,
     attempt: int = 1, known: int = 0, fetch: int = 0,
-) -> Decode:  # fmt: skip
+) -> msg.Decode:  # fmt: skip
     tokens = [*prompt, *reference(prompt, known)]
-    return Decode(
-        name, attempt, ROOT, pack_tokens(tokens), len(prompt), count, SamplingParams(temperature=0), (), fetch,
+    return msg.Decode(
+        name, attempt, ROOT, pack_tokens(tokens), len(prompt), count, msg.SamplingParams(temperature=0), (), fetch,
         priority=priority, kv_compression=compression,
     )  # fmt: skip
 
@@ -57,8 +47,8 @@ def tokens_of(worker: RigWorker, name: str = "r") -> list[int]:
     return [token for delta in deltas_of(worker, name) for token in delta.tokens]
 
 
-def deltas_of(worker: RigWorker, name: str = "r") -> list[Delta]:
-    deltas = [delta for message in worker.messages if isinstance(message, Tokens) for delta in message.deltas]
+def deltas_of(worker: RigWorker, name: str = "r") -> list[msg.Delta]:
+    deltas = [delta for message in worker.messages if isinstance(message, msg.Tokens) for delta in message.deltas]
     return [delta for delta in deltas if delta.request == name]
 
 
@@ -73,7 +63,7 @@ def worker_of(pages: int, slots: int = 400) -> RigWorker:
 def test_a_token_attends_to_whole_pages_of_sinks_and_window_and_chosen_ones(
     prompt: int, sinks: int, tokens: int, page: int, keep: int, position: int, size: int, seed: int
 ) -> None:
-    window = KvWindow.of(KvCompression("snapkv" if keep else "window", tokens, sinks, keep), prompt, page)
+    window = KvWindow.of(msg.KvCompression("snapkv" if keep else "window", tokens, sinks, keep), prompt, page)
     assert window is not None
     before, rng = window, random.Random(seed)
     rows = [[rng.random() for _ in range(at // page + 1)] for at in range(window.observed_from, prompt)]
@@ -106,7 +96,7 @@ def test_a_token_attends_to_whole_pages_of_sinks_and_window_and_chosen_ones(
 def test_pages_are_chosen_again_each_time_the_output_has_grown_by_a_window(
     prompt: int, sinks: int, tokens: int, page: int, keep: int, seed: int
 ) -> None:
-    begun = window = KvWindow.of(KvCompression("h2o", tokens, sinks, keep), prompt, page)
+    begun = window = KvWindow.of(msg.KvCompression("h2o", tokens, sinks, keep), prompt, page)
     rng, held, choices = random.Random(seed), set(range(-(-prompt // page))), 0
     for position in range(prompt, prompt + 120):
         if position == window.observed_until:
@@ -264,7 +254,7 @@ def test_exact_pages_of_others_are_used_and_no_more() -> None:
     [(WINDOW, 10, 24), (CHOSEN, 60, 24), (CHOSEN, 70, 24), (AGAIN, 3, 24), (AGAIN, 60, 26)],
 )
 def test_a_preempted_output_is_computed_again_within_the_pages_that_it_had(
-    compression: KvCompression, prompt: int, pages: int
+    compression: msg.KvCompression, prompt: int, pages: int
 ) -> None:
     worker = worker_of(pages)
     worker.handle(order("r", prompt_of(prompt), 300, compression=compression))
@@ -283,7 +273,7 @@ def test_a_preempted_output_is_computed_again_within_the_pages_that_it_had(
 
 
 @pytest.mark.parametrize(("compression", "fetched"), [(WINDOW, 10), (CHOSEN, 7), (AGAIN, 7)])
-def test_another_worker_goes_on_with_exact_pages_of_the_store(compression: KvCompression, fetched: int) -> None:
+def test_another_worker_goes_on_with_exact_pages_of_the_store(compression: msg.KvCompression, fetched: int) -> None:
     rig = Rig(400)
     first, second = (rig.worker("decode", 30, DecodeConfig()) for _ in range(2))
     prompt = prompt_of(42)
@@ -306,13 +296,13 @@ def test_what_can_not_fit_is_refused_and_what_a_model_can_not_do_is_an_error() -
     worker = worker_of(10)
     worker.handle(order("fits", prompt_of(3), 10_000))
     worker.handle(order("large", prompt_of(39), 10_000))
-    answers = [type(message) for message in worker.messages if isinstance(message, Accepted | Refused)]
-    assert answers == [Accepted, Refused]
+    answers = [type(message) for message in worker.messages if isinstance(message, msg.Accepted | msg.Refused)]
+    assert answers == [msg.Accepted, msg.Refused]
     worker.messages.clear()
     worker.state._reader = RequestReader(PAGE, None, NO_GROUPS, None, (), None, 0, "this model is a test", "")
     worker.handle(order("r", prompt_of(3), 3))
     (failed,) = worker.messages
-    assert isinstance(failed, AttemptFailed)
+    assert isinstance(failed, msg.AttemptFailed)
     assert failed.reason == "unsupported_field"
     assert failed.message == "kv_compression is not served: this model is a test; leave it out"
     worker.state._reader = RequestReader(PAGE, None, NO_GROUPS, None, (), None, 0, "", "this device is a test")
@@ -332,22 +322,22 @@ def test_many_of_both_kinds_share_a_small_pool(seed: int) -> None:
             [
                 None,
                 WINDOW,
-                KvCompression("window", rng.randrange(1, 20), rng.randrange(9)),
-                KvCompression(
+                msg.KvCompression("window", rng.randrange(1, 20), rng.randrange(9)),
+                msg.KvCompression(
                     rng.choice(["snapkv", "h2o"]), rng.randrange(1, 20), rng.randrange(9), rng.randrange(1, 30)
                 ),
             ]
         )
         name = f"r{number}"
-        worker.messages = [message for message in worker.messages if isinstance(message, Tokens)]
+        worker.messages = [message for message in worker.messages if isinstance(message, msg.Tokens)]
         worker.handle(order(name, prompt, count, compression=window, priority=rng.choice([0, 0, -1])))
-        if any(isinstance(message, Accepted) for message in worker.messages):
+        if any(isinstance(message, msg.Accepted) for message in worker.messages):
             orders[name] = (prompt, count)
         for _ in range(rng.randrange(30)):
             worker.turn()
         if rng.random() < 0.1 and orders:
             gone = rng.choice(list(orders))
-            worker.handle(Cancel(gone, 1))
+            worker.handle(msg.Cancel(gone, 1))
             del orders[gone]
     worker.rig.settle(20_000)
     assert orders

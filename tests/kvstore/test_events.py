@@ -7,16 +7,7 @@ import pytest
 
 from baton.errors import MalformedMessage
 from kvstore.client.device_block_manager import DeviceBlockManager
-from kvstore.events.changes import (
-    CacheChange,
-    ChangeLog,
-    PagesCleared,
-    PagesRemoved,
-    PagesStored,
-    in_parts,
-    page_runs,
-    snapshot_parts,
-)
+from kvstore.events import changes as kv
 from kvstore.events.wire_format import AllBlocksCleared, BlockRemoved, BlockStored, KvEventLog, decode
 from kvstore.prefix_map.event_tracker import apply_events
 from kvstore.prefix_map.prefix_map import PrefixMap
@@ -28,12 +19,12 @@ def log() -> KvEventLog:
 
 
 def test_a_plain_messagepack_reader_sees_vllms_fields() -> None:
-    changes: list[CacheChange] = [
-        PagesStored(b"", tuple(keys("ab"))),
-        PagesStored(key("ab"), (key("abc"),)),
-        PagesRemoved((key("abc"),)),
+    changes: list[kv.CacheChange] = [
+        kv.PagesStored(b"", tuple(keys("ab"))),
+        kv.PagesStored(key("ab"), (key("abc"),)),
+        kv.PagesRemoved((key("abc"),)),
     ]
-    batch = log().append([("CPU", [*changes, PagesCleared()])], 16, 1700000000.25)
+    batch = log().append([("CPU", [*changes, kv.PagesCleared()])], 16, 1700000000.25)
     assert batch.topic == b"kv@store-0-abc@tiny@model"
     assert batch.sequence == 1
     stored = {
@@ -68,7 +59,7 @@ def test_a_new_log_begins_by_saying_that_nothing_is_held() -> None:
 
 def test_what_is_written_is_read_back() -> None:
     batch = log().append(
-        [("DISK", [PagesStored(key("a"), (key("ab"),)), PagesRemoved((key("ab"),)), PagesCleared()])], 16, 2.0
+        [("DISK", [kv.PagesStored(key("a"), (key("ab"),)), kv.PagesRemoved((key("ab"),)), kv.PagesCleared()])], 16, 2.0
     )
     read = decode(batch.topic, batch.sequence, batch.payload)
     assert read.holder == "store-0-abc"
@@ -83,7 +74,7 @@ def test_what_is_written_is_read_back() -> None:
 def test_the_log_keeps_the_last_batches() -> None:
     events = KvEventLog("i", "m", 0.0, keep=3)
     for _ in range(5):
-        events.append([("CPU", [PagesCleared()])], 16, 0.0)
+        events.append([("CPU", [kv.PagesCleared()])], 16, 0.0)
     assert events.first == 3
     assert [events.batch(sequence).sequence for sequence in (3, 4, 5)] == [3, 4, 5]
     with pytest.raises(KeyError):
@@ -124,7 +115,7 @@ def test_events_fill_a_map_and_a_missing_parent_is_told() -> None:
 
 
 def test_neighbouring_changes_are_joined_and_never_reordered() -> None:
-    changes = ChangeLog()
+    changes = kv.ChangeLog()
     for page in range(3):
         changes.stored(key("abc"[: page + 1]), parent("abc", page))
     changes.stored(key("x"), b"")
@@ -132,22 +123,22 @@ def test_neighbouring_changes_are_joined_and_never_reordered() -> None:
     changes.removed(key("ab"))
     changes.stored(key("ab"), key("a"))
     assert changes.drain() == [
-        PagesStored(b"", tuple(keys("abc"))),
-        PagesStored(b"", (key("x"),)),
-        PagesRemoved((key("abc"), key("ab"))),
-        PagesStored(key("a"), (key("ab"),)),
+        kv.PagesStored(b"", tuple(keys("abc"))),
+        kv.PagesStored(b"", (key("x"),)),
+        kv.PagesRemoved((key("abc"), key("ab"))),
+        kv.PagesStored(key("a"), (key("ab"),)),
     ]
     assert changes.drain() == []
     changes.stored(key("a"), b"")
     changes.cleared()
-    assert changes.drain() == [PagesCleared()]
+    assert changes.drain() == [kv.PagesCleared()]
 
 
 def test_snapshots_come_in_bounded_parts() -> None:
     chain = [number.to_bytes(16, "big") for number in range(200_000)]
-    runs = list(page_runs(zip(chain, [b"", *chain], strict=False), "CPU"))
+    runs = list(kv.page_runs(zip(chain, [b"", *chain], strict=False), "CPU"))
     assert all(len(run.keys) <= 1_024 * 16 for run in runs)
-    parts = snapshot_parts(7, runs)
+    parts = kv.snapshot_parts(7, runs)
     assert len(parts) > 1
     assert [part.part for part in parts] == list(range(len(parts)))
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -155,7 +146,7 @@ def test_snapshots_come_in_bounded_parts() -> None:
     prefixes = PrefixMap()
     prefixes.load_snapshot("h", [run for part in parts for run in part.runs])
     assert prefixes.match(chain)["h"].pages == len(chain)
-    assert [part.last for part in snapshot_parts(0, [])] == [True]
+    assert [part.last for part in kv.snapshot_parts(0, [])] == [True]
 
 
 def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None:
@@ -165,7 +156,7 @@ def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None
         for place, tokens in enumerate([(1, 2), (3, 4), (5, 6)]):
             cache.cache_block(key("abc"[: place + 1]), parent("abc", place), pages[place], tokens)
         changes = cache.drain_events()
-        assert changes == [PagesStored(b"", tuple(keys("abc")), token_ids)]
+        assert changes == [kv.PagesStored(b"", tuple(keys("abc")), token_ids)]
         batch = log().append([("GPU", changes)], 2, 0.0)
         (event,) = msgpack.unpackb(batch.payload)[1]
         assert event["token_ids"] == list(token_ids)
@@ -174,8 +165,8 @@ def test_tokens_are_told_with_their_pages_only_where_that_is_asked_for() -> None
 
 def test_tokens_stay_with_their_pages_when_a_change_is_cut() -> None:
     chain = [number.to_bytes(16, "big") for number in range(20_000)]
-    whole = PagesStored(b"", tuple(chain), tuple(range(40_000)))
-    parts = [change for part in in_parts([("GPU", [whole])]) for _, changes in part for change in changes]
+    whole = kv.PagesStored(b"", tuple(chain), tuple(range(40_000)))
+    parts = [change for part in kv.in_parts([("GPU", [whole])]) for _, changes in part for change in changes]
     assert len(parts) > 2
     assert [key for change in parts for key in change.keys] == chain
     for change in parts:

@@ -4,14 +4,7 @@ import pytest
 
 from baton.messages import TierSpeed
 from baton.store_protocol import TierPages
-from kvstore.load_or_recompute import (
-    DEFAULT_PREFILL_RATE,
-    DEFAULT_SPEEDS,
-    LoadInProgress,
-    SpeedMeter,
-    choose_load_length,
-    load_seconds,
-)
+from kvstore import load_or_recompute as costs
 
 PAGE_BYTES, PAGE_SIZE, RATE = 1_000_000, 16, 1_600.0  # a page is computed in 10 ms
 QUICK = TierSpeed("disk", 0.001, 1e9, measured=True)  # a page in 1 ms
@@ -38,7 +31,7 @@ LATE = TierSpeed("remote", 0.0451, 1e9, measured=True)
 )
 @pytest.mark.technique("Load or recompute, whichever is sooner")
 def test_loads_stop_where_computing_is_as_quick(runs: list[TierPages], on_device: int, pages: int) -> None:
-    choice = choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE, on_device)
+    choice = costs.choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE, on_device)
     assert choice.pages == pages
     if not pages:
         assert (choice.load_seconds, choice.compute_seconds) == (0.0, 0.0)
@@ -47,14 +40,14 @@ def test_loads_stop_where_computing_is_as_quick(runs: list[TierPages], on_device
 
 
 def test_before_anything_is_measured_the_defaults_count() -> None:
-    run = TierPages(DEFAULT_SPEEDS["disk"], 10)
-    choice = choose_load_length([run], PAGE_BYTES, PAGE_SIZE, 0.0)
-    assert choice.load_seconds == load_seconds(run, PAGE_BYTES) == pytest.approx(0.012)
-    assert choice.compute_seconds == pytest.approx(10 * PAGE_SIZE / DEFAULT_PREFILL_RATE)
+    run = TierPages(costs.DEFAULT_SPEEDS["disk"], 10)
+    choice = costs.choose_load_length([run], PAGE_BYTES, PAGE_SIZE, 0.0)
+    assert choice.load_seconds == costs.load_seconds(run, PAGE_BYTES) == pytest.approx(0.012)
+    assert choice.compute_seconds == pytest.approx(10 * PAGE_SIZE / costs.DEFAULT_PREFILL_RATE)
 
 
 def test_measurements_replace_the_defaults_and_are_then_averaged() -> None:
-    meter = SpeedMeter("remote")
+    meter = costs.SpeedMeter("remote")
     assert not meter.speed.measured
     meter.loaded(0.1, 1.0, 1_000)
     assert meter.speed == TierSpeed("remote", 0.1, 1_000.0, measured=True)
@@ -64,7 +57,7 @@ def test_measurements_replace_the_defaults_and_are_then_averaged() -> None:
 
 
 def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
-    meter = SpeedMeter("disk")
+    meter = costs.SpeedMeter("disk")
     meter.loaded(0.0, 0.0, 1_000)
     assert meter.speed.latency > 0
     assert meter.speed.bytes_per_second > 0
@@ -75,7 +68,7 @@ def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
 )
 def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds: float, regret: float) -> None:
     runs = [TierPages(QUICK, 10)]
-    loading = LoadInProgress(choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
+    loading = costs.LoadInProgress(costs.choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, began=5.0)
     loading.end(pages, 5.0 + seconds)
     assert loading.regret == pytest.approx(regret)
     assert loading.predicted == pytest.approx(0.011)
@@ -83,7 +76,7 @@ def test_regret_is_the_time_that_computing_would_have_saved(pages: int, seconds:
 
 def test_a_load_is_of_the_tier_that_it_came_from() -> None:
     runs = [TierPages(QUICK, 10), TierPages(SLOW, 50)]
-    assert LoadInProgress(choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"
+    assert costs.LoadInProgress(costs.choose_load_length(runs, PAGE_BYTES, PAGE_SIZE, RATE), runs, 0.0).tier == "disk"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +92,7 @@ def test_a_little_of_a_tier_that_was_never_measured_is_loaded_whatever_it_is_sai
     runs: list[TierSpeed], page_size: int, on_device: int, pages: int
 ) -> None:
     runs = [*runs[:-1], TierSpeed(runs[-1].tier, runs[-1].latency, runs[-1].bytes_per_second)]
-    choice = choose_load_length(
+    choice = costs.choose_load_length(
         [TierPages(speed, 40) for speed in runs], PAGE_BYTES, page_size, RATE * page_size / 16, on_device
     )
     assert choice.pages == pages

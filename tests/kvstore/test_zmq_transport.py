@@ -21,22 +21,7 @@ from hypothesis import strategies as st
 from baton import peer_protocol as peers
 from baton.messages import Envelope, PageSource, Peer
 from kvstore.checksum import page_checksum
-from kvstore.transport.interface import (
-    AnswerPeer,
-    AskPeer,
-    ExpectPages,
-    FetchRetracted,
-    PagesLanded,
-    PagesSent,
-    PeerEvent,
-    PeerOrder,
-    PeerReplied,
-    PeerRequested,
-    RetractFetch,
-    SendPages,
-    SlotVerified,
-    VerifySlot,
-)
+from kvstore.transport import interface as tr
 from kvstore.transport.zmq_transport import ZmqTransport
 from tests.kvstore.relay import Relay
 from tests.support import cluster_keys
@@ -64,12 +49,12 @@ class Store:
         self.transport = kind(Peer("store", name, name, name, os.getpid()), endpoint, silence_s)
         self.memory = memoryview(bytearray(page * SLOTS))
         self.transport.use(self.memory, page, 1)
-        self.events: list[PeerEvent] = []
+        self.events: list[tr.PeerEvent] = []
 
     def close(self) -> None:
         self.transport.close()
 
-    def do(self, *orders: PeerOrder) -> None:
+    def do(self, *orders: tr.PeerOrder) -> None:
         for order in orders:
             self.transport.submit(order)
 
@@ -84,26 +69,26 @@ class Store:
         at: str = "",
     ) -> None:
         source = PageSource(other.name, at or other.transport.endpoint, 0)
-        self.do(*(AskPeer(source, request) for request in requests))
+        self.do(*(tr.AskPeer(source, request) for request in requests))
 
     def want(self, other: Store, fetch: int = 1, at: str = "") -> None:
         """Ask for something, so that the other can answer: it has heard it when this returns. A connection that takes
         over from another may lose what was said first, so it is said again."""
         want = peers.FetchPages(fetch, self.page, b"k" * 16, True, 1)
         end = time.monotonic() + DEADLINE
-        while PeerRequested(self.name, want) not in other.events:
+        while tr.PeerRequested(self.name, want) not in other.events:
             assert time.monotonic() < end, "not heard in time"
             self.ask(other, want, at=at)
             patience = time.monotonic() + 2.0
-            while PeerRequested(self.name, want) not in other.events and time.monotonic() < patience:
+            while tr.PeerRequested(self.name, want) not in other.events and time.monotonic() < patience:
                 other.hear(0.1)
 
     def expect(self, fetch: int, slots: dict[int, int]) -> None:
-        self.do(ExpectPages(fetch, tuple(slots.items())))
+        self.do(tr.ExpectPages(fetch, tuple(slots.items())))
 
     def serve(self, number: int, peer: str, fetch: int, slots: dict[int, int], wrong: int = 0) -> None:
         pages = tuple(peers.SentPage(index, page_checksum(self.slot(slot), 1) ^ wrong) for index, slot in slots.items())
-        self.do(SendPages(number, peer, fetch, pages, tuple(slots.values())))
+        self.do(tr.SendPages(number, peer, fetch, pages, tuple(slots.values())))
 
     def slot(self, slot: int) -> memoryview:
         return self.memory[slot * self.page : (slot + 1) * self.page]
@@ -127,15 +112,15 @@ class Store:
             for other in others:
                 other.hear()
 
-    def heard(self, event: PeerEvent) -> None:
+    def heard(self, event: tr.PeerEvent) -> None:
         self.until(lambda: event in self.events)
 
     def requests_of(self, peer: str) -> list[object]:
-        return [event.request for event in self.events if isinstance(event, PeerRequested) and event.peer == peer]
+        return [event.request for event in self.events if isinstance(event, tr.PeerRequested) and event.peer == peer]
 
     def landed(self, fetch: int) -> list[int]:
         """The indices that have landed, in order."""
-        events = [event for event in self.events if isinstance(event, PagesLanded) and event.fetch == fetch]
+        events = [event for event in self.events if isinstance(event, tr.PagesLanded) and event.fetch == fetch]
         return [index for event in events for index, _ in event.pages]
 
 
@@ -163,13 +148,13 @@ def test_pages_arrive_exact_where_they_are_expected(stores: Callable[..., Store]
     a.want(b)
     sent = [b.fill(slot) for slot in range(20)]
     b.serve(7, "a", 1, {index: index for index in range(20)})
-    b.do(AnswerPeer("a", peers.FetchStatus(3, ((1, 20),))))
-    a.heard(PeerReplied("b", peers.FetchStatus(3, ((1, 20),))))
+    b.do(tr.AnswerPeer("a", peers.FetchStatus(3, ((1, 20),))))
+    a.heard(tr.PeerReplied("b", peers.FetchStatus(3, ((1, 20),))))
     assert a.landed(1) == list(range(20))
     assert [bytes(a.slot(40 - index)) for index in range(20)] == sent
     assert a.slot(20) == bytes(page)
     assert a.slot(41) == bytes(page)
-    b.heard(PagesSent(7))
+    b.heard(tr.PagesSent(7))
     out, into = b.transport.stats(), a.transport.stats()
     assert out.pages_out == into.pages_in == 20
     assert (into.malformed, into.dropped, into.damaged, into.unexpected) == (0, 0, 0, 0)
@@ -188,13 +173,13 @@ def test_what_is_said_is_heard_in_order(stores: Callable[..., Store]) -> None:
     b.until(lambda: peers.CancelFetch(9) in b.requests_of("a"))
     for index in range(50):
         b.serve(index, "a", 1, {index: 3})
-        b.do(AnswerPeer("a", peers.FetchUnavailable(1, index)))
-    a.heard(PeerReplied("b", peers.FetchUnavailable(1, 49)))
-    events = [event for event in a.events if isinstance(event, PagesLanded | PeerReplied)]
+        b.do(tr.AnswerPeer("a", peers.FetchUnavailable(1, index)))
+    a.heard(tr.PeerReplied("b", peers.FetchUnavailable(1, 49)))
+    events = [event for event in a.events if isinstance(event, tr.PagesLanded | tr.PeerReplied)]
     checksum = page_checksum(b.slot(3), 1)
     assert events == [
         event for index in range(50)
-        for event in (PagesLanded(1, ((index, checksum),)), PeerReplied("b", peers.FetchUnavailable(1, index)))
+        for event in (tr.PagesLanded(1, ((index, checksum),)), tr.PeerReplied("b", peers.FetchUnavailable(1, index)))
     ]  # fmt: skip
 
 
@@ -204,28 +189,28 @@ def test_a_page_is_written_only_while_it_is_expected_and_only_once(stores: Calla
     for slot in range(8):
         b.fill(slot)
     b.serve(1, "a", 1, {0: 0})  # not expected yet
-    b.do(AnswerPeer("a", peers.FetchUnavailable(0, 1)))
-    a.heard(PeerReplied("b", peers.FetchUnavailable(0, 1)))
+    b.do(tr.AnswerPeer("a", peers.FetchUnavailable(0, 1)))
+    a.heard(tr.PeerReplied("b", peers.FetchUnavailable(0, 1)))
     a.expect(1, {0: 10, 1: 11})
     a.want(b, 2)
     b.serve(2, "a", 1, {0: 1, 5: 2})
     b.serve(3, "a", 1, {0: 3})  # a second time
     b.serve(4, "a", 2, {0: 4})  # of a fetch that expects nothing
-    b.do(AnswerPeer("a", peers.FetchUnavailable(0, 2)))
-    a.heard(PeerReplied("b", peers.FetchUnavailable(0, 2)))
-    a.do(RetractFetch(1))
-    a.heard(FetchRetracted(1))
+    b.do(tr.AnswerPeer("a", peers.FetchUnavailable(0, 2)))
+    a.heard(tr.PeerReplied("b", peers.FetchUnavailable(0, 2)))
+    a.do(tr.RetractFetch(1))
+    a.heard(tr.FetchRetracted(1))
     a.want(b, 3)
     b.serve(5, "a", 1, {1: 5})  # not expected any more
-    b.do(AnswerPeer("a", peers.FetchUnavailable(0, 3)))
-    a.heard(PeerReplied("b", peers.FetchUnavailable(0, 3)))
-    assert [event for event in a.events if isinstance(event, PagesLanded)] == [
-        PagesLanded(1, ((0, page_checksum(b.slot(1), 1)),))
+    b.do(tr.AnswerPeer("a", peers.FetchUnavailable(0, 3)))
+    a.heard(tr.PeerReplied("b", peers.FetchUnavailable(0, 3)))
+    assert [event for event in a.events if isinstance(event, tr.PagesLanded)] == [
+        tr.PagesLanded(1, ((0, page_checksum(b.slot(1), 1)),))
     ]
     assert a.slot(10) == b.slot(1)
     assert all(a.slot(slot) == bytes(PAGE) for slot in range(SLOTS) if slot != 10)
     assert a.transport.stats().unexpected == 5
-    b.until(lambda: {PagesSent(number) for number in range(1, 6)} <= set(b.events))
+    b.until(lambda: {tr.PagesSent(number) for number in range(1, 6)} <= set(b.events))
 
 
 def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Callable[..., Store]) -> None:
@@ -237,7 +222,7 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
     b.serve(1, "a", 1, {0: 0}, wrong=1)
     b.serve(2, "a", 1, {1: 1})
     a.until(lambda: a.landed(1) == [1])
-    assert PagesLanded(1, (), (0,)) in a.events
+    assert tr.PagesLanded(1, (), (0,)) in a.events
     b.serve(3, "a", 1, {0: 0})
     a.until(lambda: a.landed(1) == [1, 0])
     assert (a.slot(0), a.slot(1)) == (b.slot(0), b.slot(1))
@@ -247,9 +232,9 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
 def test_slots_are_checked(stores: Callable[..., Store]) -> None:
     a = stores("a")
     a.fill(5)
-    a.do(VerifySlot(1, 5, page_checksum(a.slot(5), 1)), VerifySlot(2, 5, 77))
+    a.do(tr.VerifySlot(1, 5, page_checksum(a.slot(5), 1)), tr.VerifySlot(2, 5, 77))
     a.until(lambda: len(a.events) == 2)
-    assert a.events == [SlotVerified(1, True), SlotVerified(2, False)]
+    assert a.events == [tr.SlotVerified(1, True), tr.SlotVerified(2, False)]
 
 
 @pytest.fixture
@@ -287,7 +272,7 @@ def test_a_bit_flipped_on_the_wire_ends_its_connection_and_a_new_one_follows(
         patience = time.monotonic() + 2.0
         while len(a.landed(1)) < 8 and time.monotonic() < patience:
             a.hear(0.1)
-    assert not any(event.damaged for event in a.events if isinstance(event, PagesLanded))
+    assert not any(event.damaged for event in a.events if isinstance(event, tr.PagesLanded))
     assert a.memory[: 8 * PAGE] == b.memory[: 8 * PAGE]
 
 
@@ -306,12 +291,12 @@ def test_a_cut_connection_loses_pages_and_nothing_else(
     for number in range(SLOTS):
         b.serve(number, "a", 1, {number: number})
     if silent:  # b finds out by itself that its peer reads nothing
-        b.until(lambda: {PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
+        b.until(lambda: {tr.PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
         assert len(a.landed(1)) < SLOTS
     else:
         a.until(lambda: len(a.landed(1)) >= 1)
     relay.cut()
-    b.until(lambda: {PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
+    b.until(lambda: {tr.PagesSent(number) for number in range(SLOTS)} <= set(b.events), a)
     # The asking store hears nothing more, asks again until it is heard, and gets what it lacks.
     beat = 0
     while not any(isinstance(request, peers.FetchHeartbeat) for request in b.requests_of("a")):
@@ -371,10 +356,10 @@ def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Ca
     new.want(b)
     b.fill(0)
     b.serve(1, "old", 1, {0: 0})
-    b.do(AnswerPeer("old", peers.FetchUnavailable(1, 0)))
-    b.heard(PagesSent(1))
-    b.do(AnswerPeer("new", peers.FetchStatus(1)))
-    new.heard(PeerReplied("b", peers.FetchStatus(1)))
+    b.do(tr.AnswerPeer("old", peers.FetchUnavailable(1, 0)))
+    b.heard(tr.PagesSent(1))
+    b.do(tr.AnswerPeer("new", peers.FetchStatus(1)))
+    new.heard(tr.PeerReplied("b", peers.FetchStatus(1)))
     assert new.landed(1) == []
     assert new.slot(0) == bytes(PAGE)
 
@@ -382,8 +367,8 @@ def test_a_store_that_restarts_gets_nothing_meant_for_its_predecessor(stores: Ca
 def test_orders_for_an_unknown_store_are_dropped(stores: Callable[..., Store]) -> None:
     b = stores("b")
     b.serve(1, "nobody", 1, {0: 0})
-    b.do(AnswerPeer("nobody", peers.FetchUnavailable(1, 0)))
-    b.heard(PagesSent(1))
+    b.do(tr.AnswerPeer("nobody", peers.FetchUnavailable(1, 0)))
+    b.heard(tr.PagesSent(1))
     b.until(lambda: b.transport.stats().dropped == 2)
 
 
@@ -399,7 +384,7 @@ class Deaf:
         cluster_keys.client(self.socket).connect(store.transport.endpoint)
         want = peers.FetchPages(1, PAGE, b"", False, 1)
         self.socket.send(msgspec.msgpack.encode(Envelope("deaf", store.name, 1, want)))
-        store.heard(PeerRequested("deaf", want))
+        store.heard(tr.PeerRequested("deaf", want))
 
     def close(self) -> None:
         self.socket.close(0)
@@ -417,12 +402,12 @@ def test_a_slot_is_not_given_back_while_its_bytes_may_still_be_read(stores: Call
     b.until(lambda: b.transport.stats().pages_out == count)
     for _ in range(5):
         b.hear(0.1)
-    assert PagesSent(last) not in b.events
+    assert tr.PagesSent(last) not in b.events
     # A frame reads the slot when it leaves, not when it was sent: as long as there was no PagesSent, that is the
     # promise.
     deaf.close()
-    b.until(lambda: PagesSent(last) in b.events)
-    assert len([event for event in b.events if isinstance(event, PagesSent)]) == count // SLOTS
+    b.until(lambda: tr.PagesSent(last) in b.events)
+    assert len([event for event in b.events if isinstance(event, tr.PagesSent)]) == count // SLOTS
 
 
 @pytest.mark.parametrize("page", [PAGE, 2**24])  # the second does not fit into what lies between the two
@@ -442,14 +427,14 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     slots = {index: index for index in range(min(SLOTS, 2**26 // page))}
     try:
-        b.heard(PeerRequested("a", peers.FetchPages(1, page, b"", True, 64)))
+        b.heard(tr.PeerRequested("a", peers.FetchPages(1, page, b"", True, 64)))
         child.send_signal(signal.SIGSTOP)
         for number in range(20):
             b.serve(number, "a", 1, slots)
-        b.until(lambda: {PagesSent(number) for number in range(20)} <= set(b.events))
+        b.until(lambda: {tr.PagesSent(number) for number in range(20)} <= set(b.events))
         child.send_signal(signal.SIGCONT)
         b.serve(99, "a", 1, {0: 0})
-        b.heard(PagesSent(99))
+        b.heard(tr.PagesSent(99))
     finally:
         child.kill()
         child.wait()
@@ -477,16 +462,16 @@ def test_an_unused_link_is_closed(stores: Callable[..., Store], monkeypatch: pyt
     assert a.transport.stats().links == 1
     a.until(lambda: a.transport.stats().links == 0)
     a.want(b, 2)
-    b.do(AnswerPeer("a", peers.FetchUnavailable(2, 0)))
-    a.heard(PeerReplied("b", peers.FetchUnavailable(2, 0)))
+    b.do(tr.AnswerPeer("a", peers.FetchUnavailable(2, 0)))
+    a.heard(tr.PeerReplied("b", peers.FetchUnavailable(2, 0)))
 
 
 def test_an_endpoint_that_is_none_loses_a_request_and_nothing_else(stores: Callable[..., Store]) -> None:
     a, b = stores("a"), stores("b")
     for endpoint in ("", "nonsense", "inproc://x", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x"):
         a.do(
-            AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(1)),
-            AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(2)),
+            tr.AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(1)),
+            tr.AskPeer(PageSource("c", endpoint, 0), peers.FetchHeartbeat(2)),
         )
     a.want(b)
     assert a.transport.stats().dropped == 12
@@ -507,7 +492,7 @@ def test_a_loop_that_does_not_listen_is_not_buried(
 
 def test_what_the_thread_dies_of_is_told(stores: Callable[..., Store]) -> None:
     a = stores("a")
-    a.do(VerifySlot(1, SLOTS, 0))
+    a.do(tr.VerifySlot(1, SLOTS, 0))
     with pytest.raises(AssertionError, match="not in the arena"):
         a.until(lambda: False)
 
@@ -553,15 +538,15 @@ def test_a_lying_store_writes_nothing_but_what_is_expected(lies: list[list[bytes
     try:
         port = cluster_keys.server(liar).bind_to_random_port("tcp://127.0.0.1")
         a.expect(1, {0: 0, 1: 1, 7: 2})
-        a.do(AskPeer(PageSource("b", f"tcp://127.0.0.1:{port}", 0), peers.FetchHeartbeat(1, (1,))))
+        a.do(tr.AskPeer(PageSource("b", f"tcp://127.0.0.1:{port}", 0), peers.FetchHeartbeat(1, (1,))))
         assert liar.recv_multipart()[0] == b"a"
         for frames in lies:
             liar.send_multipart([b"a", *frames])
         end = Envelope("b", "a", 1, peers.FetchUnavailable(77, 77))
         liar.send_multipart([b"a", msgspec.msgpack.encode(end)])
-        a.heard(PeerReplied("b", peers.FetchUnavailable(77, 77)))
+        a.heard(tr.PeerReplied("b", peers.FetchUnavailable(77, 77)))
         written = {slot for slot in range(SLOTS) if a.slot(slot) != bytes(1_024)}
-        landed = [event for event in a.events if isinstance(event, PagesLanded)]
+        landed = [event for event in a.events if isinstance(event, tr.PagesLanded)]
         assert {i for event in landed for i in (*event.damaged, *dict(event.pages))} <= {0, 1, 7}
         assert written <= {0, 1, 2}
     finally:
@@ -587,7 +572,7 @@ def test_a_lying_asker_is_dropped(lies: list[list[bytes]], name: bytes) -> None:
         liars[0].send(msgspec.msgpack.encode(Envelope("honest", "c", 1, peers.FetchHeartbeat(6))))  # for another store
         liars[0].send(b"\xc1" * 2_000)
         liars[0].send(msgspec.msgpack.encode(Envelope("honest", "b", 1, peers.FetchHeartbeat(7))))
-        b.heard(PeerRequested("honest", peers.FetchHeartbeat(7)))
+        b.heard(tr.PeerRequested("honest", peers.FetchHeartbeat(7)))
         b.until(lambda: b.transport.stats().malformed >= len(lies) + 2)
         assert b.requests_of("honest") == [peers.FetchHeartbeat(7)]
         assert b.transport.stats().dropped == 1
