@@ -204,9 +204,7 @@ def decode(model: Path, arguments: argparse.Namespace) -> Iterator[report.Result
     with ExitStack() as stack:
         command = [sys.executable, "-m", "bench.peers.steps"]
         words_by_name = {THEIRS: ["vllm", str(model), arguments.device]}
-        words_by_name |= {
-            BARE: ["baton", str(model), arguments.device, str(arguments.threads), arguments.numerics]
-        }
+        words_by_name |= {BARE: ["baton", str(model), arguments.device, str(arguments.threads), arguments.numerics]}
         words_by_name |= {_EAGER: [*words_by_name[THEIRS], "eager"]} if arguments.eager else {}
         settings: dict[str, object] = {
             **_settings(arguments.device),
@@ -320,7 +318,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="decode: vLLM without compiling besides")
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda: on a GPU, as for bench.engine.gpu")
     parser.add_argument(
-        "--numerics", default="exact", choices=("exact", "mixed"), help="exact: on a GPU vLLM's kernels are batch-invariant"
+        "--numerics", default="exact", choices=("exact", "mixed"), help="exact: on a GPU, batch-invariant kernels"
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side (all cores)")
     parser.add_argument(
