@@ -1,7 +1,7 @@
 """The protocol of `bench.peers.adapter`, with the course of every step besides: `python -m bench.peers.steps SIDE …`.
 
 - `vllm MODEL DEVICE`: vLLM's own `LLM.generate`, in one process. `vllm MODEL DEVICE eager`: nothing is compiled.
-- `baton MODEL DEVICE THREADS [mixed]`: Baton's `VllmRunner`, bare, in a loop. `mixed`: a row's bits may depend on others.
+- `baton MODEL DEVICE THREADS [mixed]`: Baton's `VllmRunner`, bare, in a loop. `mixed`: bits may depend on other rows.
 - `native MODEL DEVICE THREADS`: our own engine.
 
 An answer also has `ends`, when each step ended, and `model`, what the model runner took of it, both in seconds.
