@@ -28,7 +28,6 @@ from engine.step.batch import Sampled, TokenDraw
 _SORTED_AT_ONCE = NUMBERS_AT_ONCE // 4  # whole rows, which need four times as many temporaries
 
 _REMEMBERED = 4_096  # outputs with a filter that has reached beyond the prefix
-_FINITE, _HAS_TOKEN, _DECIDED = 1, 2, 4  # a row's flags
 
 Numbers = npt.NDArray[np.int32]
 
@@ -116,19 +115,20 @@ class LaunchedDraws:
         wide_places = [row for row in filtered if _output(draws[row]) in wide]
         self._filtered_places = [row for row in filtered if _output(draws[row]) not in wide]
         plain_places = [row for row in warm if not filters_tokens(draws[row], vocab)]
-        add_plain = _add(upload, plain_places, draws, positions, vocab)
-        add_filtered = _add(upload, self._filtered_places, draws, positions, vocab)
-        add_wide = _add(upload, wide_places, draws, positions, vocab)
+        add_plain, add_filtered, add_wide = (
+            _add(upload, places, draws, positions, vocab) if places else ()
+            for places in (plain_places, self._filtered_places, wide_places)
+        )
         self._reported = [row for row, draw in enumerate(draws) if draw.logprobs is not None]
         self._top = min(max((draws[row].logprobs or 0 for row in self._reported), default=0), vocab)
-        reported = upload.add_array(np.array(self._reported, np.int64))
+        reported = upload.add_array(np.array(self._reported, np.int64)) if self._reported else 0
         sent = upload.send(raw.device)
-        self._index = sent[reported]
 
         self._logits = edits.applied(raw, sent)
         self._largest, tokens = self._logits.max(-1)
-        whole = self._largest if self._logits is raw else raw.amax(-1)
-        flags = whole.isfinite().int() * _FINITE + self._largest.isfinite().int() * _HAS_TOKEN + _DECIDED
+        # Each operation is a launch: the host finds out whether these are finite.
+        checked = [self._largest] if self._logits is raw else [self._largest, raw.amax(-1)]
+        decided: list[torch.Tensor] = []
         if plain_places:
             plain = _rows(plain_places, sent, add_plain)
             tokens.index_copy_(0, plain.index, _draw_plain(self._logits, self._largest, plain, counters))
@@ -138,14 +138,16 @@ class LaunchedDraws:
             tokens.index_copy_(0, whole_rows.index, drawn)
         if self._filtered_places:
             self._filtered = _rows(self._filtered_places, sent, add_filtered)
-            drawn, decided = _draw_filtered(self._logits, self._largest, self._filtered, counters, prefix)
+            drawn, by_prefix = _draw_filtered(self._logits, self._largest, self._filtered, counters, prefix)
+            decided.append(by_prefix.int())
             tokens.index_copy_(0, self._filtered.index, drawn)
-            flags.index_add_(0, self._filtered.index, (~decided).int() * -_DECIDED)
-        parts = [tokens.int(), flags]
+        parts = [tokens.int(), *(largest.view(torch.int32) for largest in checked), *decided]
         if self._reported:
+            self._index = sent[reported]
             parts += _logprobs(self._reported_logits(), tokens[self._index], self._top)
         self.packed = torch.cat(parts)
-        """What is copied to the host, int32: tokens, flags, and log-probabilities of the rows that ask for them."""
+        """What is copied to the host, int32 bits: tokens; each row's largest logit, and if there are edits that before
+        them; which of the filtered rows are decided; log-probabilities of the rows that ask for them."""
         self.tokens = tokens
         """[rows], int64: those that the device has drawn. `collect` corrects some."""
         self.corrected: frozenset[int] = frozenset()
@@ -155,29 +157,31 @@ class LaunchedDraws:
     @torch.inference_mode()
     def collect(self) -> list[Sampled]:
         """Wait for the device. Return one token for each draw."""
-        rows, reported = len(self._draws), len(self._reported)
-        collected = self._download.wait()
-        tokens, flags = collected[:rows].copy(), collected[rows : 2 * rows]
-        logprobs = collected[2 * rows :][:reported].copy()
-        undecided = [place for place, row in enumerate(self._filtered_places) if not flags[row] & _DECIDED]
+        collected, reported = self._download.wait(), len(self._reported)
+        counts = [len(self._draws)] * (2 if self._logits is self._raw else 3)
+        counts += [len(self._filtered_places), reported]
+        first, *parts, decided, chosen, rest = np.split(collected, np.cumsum(counts))
+        tokens, logprobs = first.copy(), chosen.copy()
+        has_token, finite = (np.isfinite(part.view(np.float32)) for part in (parts[0], parts[-1]))
+        undecided = np.flatnonzero(decided == 0).tolist()
         if undecided:
             again = Download(self._redraw(undecided)).wait()
             places = [self._filtered_places[place] for place in undecided]
             self._remember(places)
             tokens[places] = again[: len(places)]
-            self.corrected = frozenset(row for row in places if tokens[row] != collected[row])
+            self.corrected = frozenset(row for row in places if tokens[row] != first[row])
             at = {row: place for place, row in enumerate(self._reported)}
             for row, logprob in zip((row for row in places if row in at), again[len(places) :], strict=True):
                 logprobs[at[row]] = logprob
         values = _floats(logprobs)
-        likeliest = _pairs(collected[2 * rows + reported :], reported, self._top)
+        likeliest = _pairs(rest, reported, self._top)
         sampled = [Sampled(token) for token in tokens.tolist()]
         for place, row in enumerate(self._reported):
             sampled[row] = Sampled(sampled[row].token, values[place], likeliest[place][: self._draws[row].logprobs])
-        for row, draw in enumerate(self._draws):
-            failure = self._failure(draw, int(flags[row]))
-            if failure or flags[row] & (_FINITE | _HAS_TOKEN) != _FINITE | _HAS_TOKEN:
-                sampled[row] = Sampled(sampled[row].token, finite=False, failure=failure)
+        missing = {row for row, draw in enumerate(self._draws) if draw.mask is not None and draw.mask.allowed is None}
+        for row in missing.union(np.flatnonzero(~(has_token & finite)).tolist()):
+            failure = self._failure(self._draws[row], bool(finite[row]), bool(has_token[row]))
+            sampled[row] = Sampled(sampled[row].token, finite=False, failure=failure)
         return sampled
 
     def _remember(self, rows: Sequence[int]) -> None:
@@ -186,12 +190,12 @@ class LaunchedDraws:
         while len(self._wide) > _REMEMBERED:
             del self._wide[next(iter(self._wide))]
 
-    def _failure(self, draw: TokenDraw, flags: int) -> str:
-        if draw.mask is None or not flags & _FINITE:
+    def _failure(self, draw: TokenDraw, finite: bool, has_token: bool) -> str:
+        if draw.mask is None or not finite:
             return ""
         if draw.mask.allowed is None:
             return draw.mask.failure or NO_MASK
-        return "" if flags & _HAS_TOKEN else LEFT_NO_TOKEN
+        return "" if has_token else LEFT_NO_TOKEN
 
     def _redraw(self, undecided: Sequence[int]) -> torch.Tensor:
         """Draw those of the filtered rows again, from all tokens. Returns the tokens as int32, and log-probabilities of

@@ -31,6 +31,8 @@ class PackedUpload:
 
     def send(self, device: torch.device) -> list[torch.Tensor]:
         """Return the arrays on the device. On CUDA the copy is from pinned memory, and nothing here waits for it."""
+        if not self._arrays:
+            return []
         packed = torch.empty(self._starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         room = packed.numpy()
         for array, start in zip(self._arrays, self._starts, strict=False):
