@@ -78,6 +78,8 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
         use_the_cpu()
     if order.companion and config.model_config.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         take_rows_in_blocks()
+    if order.ranks > 1 and config.use_v2_model_runner:
+        config.scheduler_config.async_scheduling = True  # each rank answers a step on a thread beside the next one
     executor = Executor.get_class(config)(config)
     executor.collective_rpc("baton_take_draws")
     core.register_all_kvcache_specs(config)

@@ -1,5 +1,6 @@
 """The process that vLLM runs in: it does what its worker orders, one thing after the other, and ends with it.
 
+With vLLM's second model runner, a step is launched while the one before it runs, and a thread answers them (`Answers`).
 On a GPU a second thread takes the orders to copy pages (`Beside`), as does one in each rank: no step waits for them.
 """
 
@@ -8,8 +9,13 @@ import os
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
+from typing import TypeVar
 
 from baton.errors import BatonError, DeviceLost
 from engine.cuda.errors import device_errors
@@ -21,17 +27,21 @@ from engine.vllm_runner.messages import (
     Attach,
     Beside,
     Copied,
+    Drawn,
     Duplicate,
     Failed,
     In,
     Load,
     Loaded,
+    Order,
     Out,
     RemoveAdapter,
     Step,
 )
 from engine.vllm_runner.ranks import CopyingRanks, RankLost, Ranks, die_with_parent
 from kvstore.layout import LATENT, STATES
+
+Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +109,16 @@ class Child:
             states=self._states, verifies=self.shape["verifies"] and self._exact_rows and not self._states,
         )  # fmt: skip
 
+    @property
+    def launches_ahead(self) -> bool:
+        """A step may be launched before the one before it has ended."""
+        return self._config.use_v2_model_runner
+
+    def launch(self, order: Step) -> Callable[[], Drawn]:
+        """Begin a step. Return what waits for its end."""
+        started = self._steps.launch(order)
+        return lambda: self._steps.collect(started)
+
     def copy_beside(self) -> None:
         """The orders to attach and copy come on another thread than all others from now on."""
         if self.has_ranks:
@@ -117,7 +137,7 @@ class Child:
         began = time.perf_counter()
         match order:
             case Step():
-                return self._steps.run(order)
+                return self.launch(order)()
             case AddAdapter(number=number, name=name, path=path):
                 self._steps.add_adapter(number, name, path)
                 return Copied()
@@ -149,9 +169,61 @@ def main(fd: int) -> None:
     serve(Connection(fd))
 
 
+class Answers:
+    """Answers steps in their order, on a thread, while the next one is launched."""
+
+    def __init__(self, link: Connection) -> None:
+        self._link = link
+        self._thread = ThreadPoolExecutor(1, "answers")
+        self._awaited: deque[Future[None]] = deque()
+
+    def give(self, order: Step, make: Callable[[], Answer]) -> None:
+        """Send what `make` returns, once all earlier answers have been sent."""
+        self._awaited.append(self._thread.submit(self._give, order, make))
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until at most so many answers are still to come. A worker whose child takes too long ends it."""
+        while len(self._awaited) > most:
+            self._awaited.popleft().result()
+
+    def _give(self, order: Step, make: Callable[[], Answer]) -> None:
+        self._link.send_bytes(messages.encode(_attempt(order, make)))
+
+
+def _attempt(order: Order, make: Callable[[], Result]) -> Result | Failed:
+    """Return what `make` returns, or that it failed. Where all is lost, end this process."""
+    try:
+        with device_errors():
+            return make()
+    except (RankLost, DeviceLost):
+        log.exception("a rank or the device is lost, and with it all")
+        os._exit(1)
+    except Exception as error:  # one bad order must not end the others; the worker hears of it
+        log.exception("an order failed")
+        if isinstance(order, Duplicate):
+            raise  # it has no answer: the worker hears of it by this process's end
+        return Failed(error.reason if isinstance(error, BatonError) else type(error).__name__, str(error))
+
+
 def serve(link: Connection, child: Child | None = None) -> None:
     """Carry out the orders that come by `link` until it closes. The first one loads the child, if there is none yet."""
-    answer: Answer | None
+    answers = Answers(link)
+
+    def carry_out() -> Answer | None:
+        nonlocal child
+        if isinstance(order, Load):
+            child = Child(order)
+            return child.loaded()
+        assert child is not None, "the first order is to load"
+        if isinstance(order, Beside):
+            other = Connection(recv_handle(link))
+            child.copy_beside()
+            threading.Thread(target=serve, args=(other, child), name="copies", daemon=True).start()
+            return Copied()
+        if isinstance(order, Attach):
+            return child.attach(order, recv_handle(link))
+        return child.carry_out(order)
+
     while True:
         try:
             order = messages.decode_order(link.recv_bytes())
@@ -159,32 +231,18 @@ def serve(link: Connection, child: Child | None = None) -> None:
             if child is not None and child.has_ranks:
                 os._exit(0)  # an orderly end of vLLM's processes takes seconds; the kernel ends them now
             return
-        try:
-            with device_errors():
-                if isinstance(order, Load):
-                    child = Child(order)
-                    answer = child.loaded()
-                elif child is None:
-                    raise AssertionError("the first order is to load")
-                elif isinstance(order, Beside):
-                    other = Connection(recv_handle(link))
-                    child.copy_beside()
-                    threading.Thread(target=serve, args=(other, child), name="copies", daemon=True).start()
-                    answer = Copied()
-                elif isinstance(order, Attach):
-                    answer = child.attach(order, recv_handle(link))
-                else:
-                    answer = child.carry_out(order)
-        except (RankLost, DeviceLost):
-            log.exception("a rank or the device is lost, and with it all")
-            os._exit(1)
-        except Exception as error:  # one bad order must not end the others; the worker hears of it
-            log.exception("an order failed")
-            if isinstance(order, Duplicate):
-                raise  # it has no answer: the worker hears of it by this process's end
-            answer = Failed(error.reason if isinstance(error, BatonError) else type(error).__name__, str(error))
-        if answer is not None:
+        if isinstance(order, Step) and child is not None and child.launches_ahead:
+            answers.wait(1)  # vLLM has buffers for two steps
+            launched = _attempt(order, partial(child.launch, order))
+            answers.give(order, partial(_as_it_is, launched) if isinstance(launched, Failed) else launched)
+            continue
+        answers.wait()
+        if (answer := _attempt(order, carry_out)) is not None:
             link.send_bytes(messages.encode(answer))
+
+
+def _as_it_is(failed: Failed) -> Failed:
+    return failed
 
 
 if __name__ == "__main__":

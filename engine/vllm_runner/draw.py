@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice, takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from baton.messages import PromptTokenLogprob
+from engine.device.uploads import upload
+from engine.sampling.device_sampler import DeviceSampler, LaunchedDraws
 from engine.sampling.sampler import Sampler, sampler_for
 from engine.step.batch import Sampled, TokenDraw
 from engine.vllm_runner.messages import Row
@@ -37,6 +40,10 @@ class BatonDraw(ABC):
     @abstractmethod
     def names(self) -> Sequence[str]:
         """The requests of the step that has run its model, in the order of their tokens."""
+
+    def tell(self, rows: Mapping[str, Row]) -> None:
+        """Take a step's rows."""
+        self.rows, self.drawn = rows, {}
 
     def scores(self) -> Mapping[str, list[PromptTokenLogprob]]:
         """Return the log-probabilities of the targets of rows, by request."""
@@ -94,28 +101,71 @@ class FirstDraw(BatonDraw):
 
 
 class SecondDraw(BatonDraw):
-    """For the model runner that vLLM calls V2. It is told how many tokens each row has drawn."""
+    """For the model runner that vLLM calls V2. It is told how many tokens each row has drawn.
+
+    Tokens stay on the device, where the next step takes them. They come to the host when the step is collected."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        self._on_device = DeviceSampler(runner.device)
+        self.launched: tuple[Sequence[str], LaunchedDraws] | None = None
+        """Of the step: the requests that draw, and their draws."""
 
     @property
     def names(self) -> Sequence[str]:
         return self._runner.execute_model_state.input_batch.req_ids
 
+    def tell(self, rows: Mapping[str, Row]) -> None:
+        """Take a step's rows. The token of a row that goes on is on the device. One that the host knows is put there
+        again: some draws are corrected as they are collected."""
+        self.rows, self.launched = rows, None
+        tokens = {name: row.tokens[0] for name, row in rows.items() if row.appends and row.follows is None}
+        if tokens:
+            states = self._runner.req_states
+            with torch.inference_mode():
+                places = self._upload([states.req_id_to_index[name] for name in tokens])
+                states.last_sampled_tokens[places, 0] = self._upload(list(tokens.values()))
+
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
         names: Sequence[str] = input_batch.req_ids
-        counts = torch.tensor(
-            [self.measured or self.rows[name].draw is not None for name in names],
-            dtype=torch.int32,
-            device=logits.device,
-        )
+        if self.measured:
+            self.rows = dict.fromkeys(names, _LARGEST_DRAW)
+        drawing = [at for at, name in enumerate(names) if self.rows[name].draw is not None]
+        counts = torch.ones(len(names), dtype=torch.int32, device=logits.device)
+        tokens = torch.zeros(len(names), 1, dtype=torch.int64, device=logits.device)
+        if len(drawing) == len(names):
+            tokens = self._launch(logits, names)
+        elif drawing:
+            places = self._upload(drawing)
+            tokens.index_copy_(0, places, self._launch(logits[places], [names[at] for at in drawing]))
+            counts.zero_().index_fill_(0, places, 1)
+        else:
+            counts.zero_()
         return SamplerOutput(
-            sampled_token_ids=self._tokens(logits, names),
+            sampled_token_ids=tokens,
             logprobs_tensors=None,
             num_nans=None,
             num_sampled=counts,
             num_rejected=torch.zeros_like(counts),
         )
+
+    def _launch(self, logits: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """Launch a draw for each of these requests. Return their tokens on the device, [requests, 1]."""
+        draws = [draw for name in names for draw in self.rows[name].draws]
+        both = [  # the draws of two steps are in memory at a time, so vLLM measures as many
+            self._on_device.launch(logits, [draw for _, draw in draws], [at for at, _ in draws])
+            for _ in range(1 + self.measured)
+        ]
+        if self.measured:
+            both[0].collect()
+        else:
+            self.launched = names, both[-1]
+        return both[-1].tokens[:, None]
+
+    def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
+        return upload(np.array(numbers, np.int64), self._runner.device)
 
 
 def _counting(row: Row, drawn: Sequence[Sampled]) -> Sequence[Sampled]:

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 
 from baton.errors import UnsupportedModel
-from baton.messages import PromptTokenLogprob
 from engine.cuda.copies import CudaCopies
 from engine.cuda.mover import OverlappedMover
-from engine.step.batch import Sampled
 from engine.vllm_runner.draw import make_draw
 from engine.vllm_runner.leftovers import unlink_shared_memory
 from engine.vllm_runner.messages import Row
@@ -154,15 +152,17 @@ class BatonExtension:
 
     def baton_step(
         self, order: Any, fresh: Sequence[int], states: Sequence[tuple[int, int]], rows: Mapping[str, Row]
-    ) -> tuple[Mapping[str, Sequence[Sampled]], Mapping[str, list[PromptTokenLogprob]]]:
+    ) -> Any:
         """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute the rows, score, draw. Return
-        the tokens and the scores by request. Every rank of the last stage draws: a draw is a pure function of logits
-        that all of them have."""
+        the tokens and the scores by request, and the requests with another token on the device than was drawn. Every
+        rank of the last stage draws: a draw is a pure function of logits that all of them have. With vLLM's second
+        model runner, return a `LaunchedStep`, which waits for that, while the next step may be launched."""
         self.baton_zero(fresh)
         for source, dest in states:
             self.baton_duplicate(source, dest)
         draw = self.baton_draw
-        draw.rows, draw.drawn, draw.hidden = rows, {}, None
+        draw.tell(rows)
+        draw.hidden = None
         try:
             output = self.execute_model(order)
             is_last = self._baton_stage == self._baton_stages - 1
@@ -171,12 +171,14 @@ class BatonExtension:
             scores = draw.scores() if is_last else {}
             if output is None:
                 output = self.sample_tokens(None)
-            if hasattr(output, "get_output"):
-                output.get_output()  # the second model runner has launched the step, and goes on beside it
         except BaseException:
             self.model_runner.execute_model_state = None
             raise
-        return draw.drawn, scores
+        if self.use_v2_model_runner:
+            from engine.vllm_runner.launched_step import LaunchedStep
+
+            return LaunchedStep(output, draw.launched, scores)
+        return draw.drawn, scores, ()
 
     def _baton_part_of(self, layers: int) -> slice:
         """The bytes of this rank's heads in a page of so many layers."""

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
@@ -42,8 +42,28 @@ class Ranks:
     def call(self, method: str, *args: Any) -> list[Any]:
         """Have each rank run a method of its worker, and return what each returned, once all have. Raises RankLost, or
         with one rank whatever it raises."""
-        try:
+        with self._failures(method):
             return self._executor.collective_rpc(method, timeout=self._deadline, args=args)
+
+    def start(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """As `call`, but return what waits for the ranks: another thread may do so while the next call is started. What
+        a single rank raises before the device goes on by itself is raised here."""
+        with self._failures(method):
+            future = self._executor.collective_rpc(method, timeout=self._deadline, args=args, non_block=True)
+            if self.size == 1 and future.done():
+                future.result()
+
+        def wait() -> list[Any]:
+            with self._failures(method):
+                return future.result()
+
+        return wait
+
+    @contextlib.contextmanager
+    def _failures(self, method: str) -> Iterator[None]:
+        """With several ranks, none can be used after one has failed."""
+        try:
+            yield
         except Exception as error:
             if self.size == 1:
                 raise

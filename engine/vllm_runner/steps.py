@@ -7,8 +7,12 @@ as zeros: only their number is looked at.
 
 # pyright: reportMissingImports=false
 
+from __future__ import annotations
+
+import contextlib
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -20,6 +24,63 @@ from engine.vllm_runner.messages import Drawn, Row, Step
 from engine.vllm_runner.ranks import Ranks
 
 _COMPANION = Row(-1, False, [0], 0, [-NULL_BLOCKS], (), None)  # it fills the first token of the block for padding
+
+
+class StartedStep:
+    """A step that the ranks were told to run. While one thread waits for its end, another may start the next one."""
+
+    def __init__(self, began: float, rows: Mapping[int, Row], before: StartedStep | None, count: int) -> None:
+        """`rows`: those of `count` that are run, by number. `before`: the step that they may follow."""
+        self.rows, self.began, self.ended = rows, began, 0.0
+        self.names: Sequence[str] = ()
+        self.answers: Callable[[], list[Any]] | None = None
+        self.sampled: list[Sequence[Sampled]] = [()] * count
+        self.corrected: set[int] = set()  # rows with another token on the device
+        self._before = before
+        self._collected = threading.Event()
+
+    @property
+    def before(self) -> StartedStep:
+        return self._before or _NONE
+
+    @property
+    def seconds(self) -> float:
+        """What it took, once it is collected, since the step before it had ended."""
+        return self.ended - self.began
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Its results are found out."""
+        try:
+            yield
+        finally:
+            self.ended = time.perf_counter()
+            self.began = max(self.began, self.before.ended)
+            self._collected.set()
+            self._before = None
+
+    def wait(self) -> None:
+        """Wait until it is collected, as long as it takes: the worker gives up its child otherwise."""
+        self._collected.wait()
+
+    def gives(self, number: int) -> bool:
+        """Whether a row has drawn a token, or will, as far as is known, that the device goes on from."""
+        before, row = self.before, self.rows.get(number)
+        if row is None or row.draw is None:
+            return False
+        if self._collected.is_set():
+            return bool(self.sampled[number]) and number not in self.corrected
+        return row.follows is None or before.gives(row.follows)
+
+    def token(self, number: int) -> int:
+        """The token that a row has drawn, or 0 if that is not known."""
+        drawn = self.sampled[number]
+        return drawn[-1].token if drawn else 0
+
+
+_NONE = StartedStep(0.0, {}, None, 0)
+with _NONE.collecting():
+    pass
 
 
 class Steps:
@@ -45,23 +106,48 @@ class Steps:
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
         self._named = 0
-        self._drawn: list[int | None] = []  # in the last step, by row
+        self._before = _NONE  # the last step
         self._left: set[str] = set()  # vLLM has not been told yet that these are gone
 
-    def run(self, step: Step) -> Drawn:
-        """Run a step. Raises whatever vLLM raises; its rows are new to vLLM after that."""
+    def launch(self, step: Step) -> StartedStep:
+        """Begin a step. At most one before it is not collected yet. Raises whatever vLLM raises; its rows are new to
+        vLLM after that."""
         began = time.perf_counter()
         for row in step.gone:
             self._forget(row)
-        rows = self._with_tokens(step.rows)
-        sampled: list[Sequence[Sampled]] = [()] * len(step.rows)
-        scores: dict[int, list[PromptTokenLogprob]] = {}
+        before, self._before = self._before, _NONE
+        if any(row.follows is not None and not row.appends for row in step.rows):
+            before.wait()  # such a row is new to vLLM, and its token comes from here
+        rows = {
+            number: row if row.follows is None else structs.replace(row, tokens=[before.token(row.follows)])
+            for number, row in enumerate(step.rows)
+            if (row.tokens if row.follows is None else before.gives(row.follows))
+        }
+        started = StartedStep(began, rows, before, len(step.rows))
         if rows or self._left:
-            names, drawn = self._run(rows, scores)
-            for number, name in zip(rows, names, strict=True):
-                sampled[number] = drawn.get(name, ())
-        self._drawn = [each[-1].token if each else None for each in sampled]
-        return Drawn(sampled, scores, time.perf_counter() - began)
+            started.names, started.answers = self._start(list(rows.values()))
+        self._before = started
+        return started
+
+    def collect(self, started: StartedStep) -> Drawn:
+        """Wait for a step. Steps are collected in order, on any one thread. Raises whatever vLLM raises."""
+        with started.collecting():
+            drawn: Mapping[str, Sequence[Sampled]] = {}
+            scored: Mapping[str, list[PromptTokenLogprob]] = {}
+            corrected: Sequence[str] = ()
+            if started.answers is not None:
+                drawn, scored, corrected = self._ranks.agreed(started.answers(), _tokens)
+            scores: dict[int, list[PromptTokenLogprob]] = {}
+            for (number, row), name in zip(started.rows.items(), started.names, strict=False):
+                if name in scored:
+                    scores[number] = scored[name]
+                if row.verify:
+                    self._outputs[row.name] += len(drawn[name]) - 1
+                if row.follows is None or started.before.gives(row.follows):
+                    started.sampled[number] = drawn.get(name, ())
+                if name in corrected:
+                    started.corrected.add(number)
+        return Drawn(started.sampled, scores, started.seconds)
 
     def add_adapter(self, number: int, name: str, path: str) -> None:
         """Load an adapter for rows to come."""
@@ -76,45 +162,28 @@ class Steps:
         del self._adapters[number]
         self._ranks.executor.remove_lora(number)
 
-    def _with_tokens(self, pending: Sequence[Row]) -> dict[int, Row]:
-        """The rows that can be run, by number, with the tokens that the step before has drawn for them."""
-        drawn, self._drawn = self._drawn, []
-        rows: dict[int, Row] = {}
-        for number, row in enumerate(pending):
-            if row.follows is None:
-                if row.tokens:
-                    rows[number] = row
-            elif row.follows < len(drawn) and (token := drawn[row.follows]) is not None:
-                rows[number] = structs.replace(row, tokens=[token])
-        return rows
-
-    def _run(
-        self, numbered: Mapping[int, Row], scores: dict[int, list[PromptTokenLogprob]]
-    ) -> tuple[list[str], Mapping[str, Sequence[Sampled]]]:
-        """Run these rows. Return their names, and by name the tokens drawn; add to the scores by number."""
-        rows = [*numbered.values(), *[self._companion_row] * (self._companion and len(numbered) == 1)]
+    def _start(self, rows: Sequence[Row]) -> tuple[list[str], Callable[[], list[Any]]]:
+        """Have the ranks begin to run these rows. Return their names, and what waits for the ranks."""
+        rows = [*rows, *[self._companion_row] * (self._companion and len(rows) == 1)]
         try:
             order, names = self._order(rows)
-            answers = self._ranks.call(
+            answers = self._ranks.start(
                 "baton_step",
                 order,
                 [page + NULL_BLOCKS for row in rows for page in row.fresh],
                 [copy for row in rows for copy in self._state_copies(row)],
                 dict(zip(names, rows, strict=True)),
             )
-            drawn, scored = self._ranks.agreed(answers, _tokens)
         except BaseException:
             for row in rows:
                 self._forget(row.name)
             raise
-        for row, name in zip(rows, names, strict=True):
+        for row in rows:
             if row.draw is None:
                 self._forget(row.name)  # it comes back as new: vLLM knows one token that is none
             else:
-                self._outputs[row.name] += len(drawn[name])
-        names = names[: len(numbered)]
-        scores |= {number: scored[name] for number, name in zip(numbered, names, strict=True) if name in scored}
-        return names, drawn
+                self._outputs[row.name] += 1
+        return names, answers
 
     def _order(self, rows: Sequence[Row]) -> tuple[Any, list[str]]:
         """What vLLM calls a scheduler's output, and its names of the rows."""
@@ -195,5 +264,5 @@ class Steps:
             self._outputs.pop(row, None)
 
 
-def _tokens(answer: tuple[Mapping[str, Sequence[Sampled]], object]) -> dict[str, list[int]]:
+def _tokens(answer: tuple[Mapping[str, Sequence[Sampled]], object, object]) -> dict[str, list[int]]:
     return {name: [one.token for one in each] for name, each in answer[0].items()}

@@ -1,6 +1,7 @@
 """What Baton adds to vLLM's worker, without vLLM."""
 
 import random
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -82,18 +83,21 @@ def test_pages_of_a_gpu_go_through_pinned_memory(monkeypatch: pytest.MonkeyPatch
     arena.close()
 
 
-def test_a_step_without_draws_ends_when_the_device_has_run_it() -> None:
+def test_a_step_without_draws_ends_when_the_device_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's second model runner answers at once, with an output to wait for."""
+    monkeypatch.setitem(sys.modules, "vllm.v1.outputs", SimpleNamespace(AsyncModelRunnerOutput=object))  # type: ignore[arg-type]
     waited: list[bool] = []
     worker: Any = BatonExtension()
-    worker.baton_draw = SimpleNamespace(scores=dict)
+    worker.baton_draw = SimpleNamespace(tell=lambda rows: None, scores=dict, launched=None, drawn={})
     worker.execute_model = lambda order: None
     worker.sample_tokens = lambda grammar: SimpleNamespace(get_output=lambda: waited.append(True))
-    worker.baton_step(None, (), (), {})
+    worker.use_v2_model_runner = True
+    launched = worker.baton_step(None, (), (), {})
+    assert waited == []
+    assert launched.get_output() == ({}, {}, ())
     assert waited == [True]
-    worker.sample_tokens = lambda grammar: SimpleNamespace()  # of the first
-    worker.baton_step(None, (), (), {})
-    assert waited == [True]
+    worker.use_v2_model_runner, worker.sample_tokens = False, lambda grammar: SimpleNamespace()
+    assert worker.baton_step(None, (), (), {}) == ({}, {}, ())
 
 
 def test_what_vllm_measures_is_our_draw_of_all_rows() -> None:

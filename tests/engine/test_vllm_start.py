@@ -85,7 +85,7 @@ from types import SimpleNamespace
 from engine.vllm_runner import child, messages
 
 class Child(child.Child):
-    has_ranks = False
+    has_ranks = launches_ahead = False
 
     def __init__(self, order):
         self._null, self._duplicates = 1, child.Fence()
@@ -132,12 +132,16 @@ ERRORS = dict(full=torch.OutOfMemoryError("CUDA out of memory"), full_later=Acce
 
 class Child:
     has_ranks = False
+    launches_ahead = sys.argv[3] == "ahead"
 
     def __init__(self, order):
         pass
 
     def loaded(self):
         return messages.Loaded(num_pages=8, **{SHAPE!r})
+
+    def launch(self, order):
+        return lambda: self.carry_out(order)
 
     def carry_out(self, order):
         raise ERRORS[sys.argv[2]]
@@ -238,11 +242,12 @@ def test_what_vllm_says_of_memory_is_no_lack_of_the_model() -> None:
         ("bad", RuntimeError),
     ],
 )
+@pytest.mark.parametrize("when", ["at once", "ahead"])
 def test_what_a_step_on_a_gpu_ends_with(
-    error: str, error_type: type[Exception], model: Path, child: Callable[..., None]
+    error: str, error_type: type[Exception], when: str, model: Path, child: Callable[..., None]
 ) -> None:
     """Out of memory has the worker run smaller steps. A dead context ends the process: all later steps would fail."""
-    child(FAILS, error)
+    child(FAILS, error, when)
     loaded = load(model)
     with pytest.raises(error_type) as raised:
         loaded.launch([Chunk([1], 0, [0])]).wait()

@@ -68,6 +68,7 @@ class Generation:
         self._free = list(pages)
         self.table = BlockTable()
         self.drawn: list[Sampled] = []
+        self.misled = 0  # steps that had gone on from another token than the one that was drawn
 
     def chunk(self, size: int = TOKENS) -> Chunk:
         tokens = self.tokens[self.computed : self.computed + size]
@@ -84,6 +85,9 @@ class Generation:
         return Chunk([0], len(self.tokens), self.table, self.draw, follows=number, adapter=self.adapter)
 
     def take(self, chunk: Chunk, sampled: Sampled | None) -> None:
+        if sampled is None and chunk.follows is not None:
+            self.misled += 1
+            return
         assert (sampled is None) == (chunk.sample is None)
         self.computed = chunk.end
         if sampled is not None:
@@ -102,7 +106,8 @@ def run(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: i
 
 
 def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: int = 0) -> int:
-    """The same with each step launched before the one before it is collected. Returns how many chunks followed."""
+    """The same with each step launched before the one before it is collected. Returns how many tokens were drawn of
+    chunks that followed."""
     rng = random.Random(seed)
     followed = 0
     before: tuple[list[Generation], list[Chunk], RunningStep] | None = None
@@ -114,10 +119,10 @@ def run_ahead(runner: VllmRunner, sequences: Sequence[Generation], count: int, s
         members = rng.sample(able, rng.randint(1, len(able))) if able else []
         places = [(one, drawing.get(id(one))) for one in members]
         ahead = [one.chunk(rng.choice((5, 40))) if at is None else one.follow(at) for one, at in places]
-        followed += sum(chunk.follows is not None for chunk in ahead)
         before = (members, ahead, launch(runner, ahead)) if members else None
         for one, chunk, sampled in zip(running, chunks, launched.wait().sampled if launched else (), strict=True):
             one.take(chunk, sampled)
+            followed += chunk.follows is not None and sampled is not None
     return followed
 
 

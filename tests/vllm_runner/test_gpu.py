@@ -21,6 +21,7 @@ from engine.vllm_runner.runner import VllmRunner
 from tests.support import checkpoints
 from tests.vllm_runner import test_exact_steps as exact
 from tests.vllm_runner import test_runner as first
+from tests.vllm_runner import test_second_runner as second
 from tests.vllm_runner.driver import Generation, agree, load, prompt_of, run
 from tests.vllm_runner.test_runner import Loaded
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` is on the GPU here
@@ -73,6 +74,9 @@ test_scores = first.test_prompt_tokens_are_scored
 test_a_hand_over = first.test_a_prompt_is_handed_over
 test_a_move = first.test_a_sequence_moves_is_put_aside_and_computed_again
 test_steps_ahead = first.test_steps_ahead_draw_the_tokens_of_steps_that_waited
+test_a_step_ahead_of_an_exchanged_page = first.test_a_step_ahead_of_a_sequence_whose_page_is_exchanged
+test_a_chunk_that_follows_none = first.test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on
+test_a_corrected_draw = second.test_a_corrected_draw_is_what_its_sequence_goes_on_with
 
 
 def test_pages_are_blocks_as_they_lie(runner: Loaded):

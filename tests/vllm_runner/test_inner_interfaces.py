@@ -129,7 +129,7 @@ def needed(function: Any) -> set[str]:
         ("determine_available_memory", []),
         ("initialize_from_config", ["kv_cache_configs"]),
         ("compile_or_warm_up_model", []),
-        ("collective_rpc", ["method", "timeout", "args", "kwargs"]),
+        ("collective_rpc", ["method", "timeout", "args", "kwargs", "non_block"]),
         ("execute_model", ["scheduler_output"]),
         ("sample_tokens", ["grammar_output"]),
     ],
@@ -248,6 +248,19 @@ def test_how_the_second_model_runner_calls_its_sampler():
     arguments = {"sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"}
     needed = {one.name for one in dataclasses.fields(SamplerOutput) if one.default is dataclasses.MISSING}
     assert needed == arguments
+
+
+def test_how_steps_of_the_second_model_runner_are_collected():
+    """Executors know our `LaunchedStep` by its class. Steps take tokens from where we put those that we are told."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+    from vllm.v1.worker.gpu import buffer_utils, model_runner, states
+
+    for module in (uniproc_executor, multiproc_executor):
+        assert "isinstance(output, AsyncModelRunnerOutput)" in inspect.getsource(module).replace("result,", "output,")
+    assert "self.use_async_scheduling = scheduler_config.async_scheduling" in inspect.getsource(multiproc_executor)
+    assert {"req_id_to_index", "last_sampled_tokens"} <= set(re.findall(r"self\.(\w+)", inspect.getsource(states)))
+    assert "self.req_states.last_sampled_tokens" in inspect.getsource(model_runner.GPUModelRunner.prepare_inputs)
+    assert buffer_utils._DEFAULT_MAX_CONCURRENCY == 2, "so many steps may be under way"
 
 
 def test_what_our_extension_adds_has_no_name_of_vllms_workers():

@@ -9,12 +9,24 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from engine.step.batch import Chunk
+from engine.engine import Engine
+from engine.step.batch import Chunk, TokenDraw
 from engine.vllm_runner.runner import VllmRunner
 from tests.support import adapters, checkpoints
 from tests.support.second_runner import second_runner
 from tests.vllm_runner import test_runner as first
-from tests.vllm_runner.driver import GREEDY, PAGES, Generation, agree, load, prompt_of, run, step
+from tests.vllm_runner.driver import (
+    GREEDY,
+    PAGE,
+    PAGES,
+    Generation,
+    agree,
+    load,
+    prompt_of,
+    run,
+    run_ahead,
+    step,
+)
 from tests.vllm_runner.test_runner import Loaded
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` loads the second one here
 from tests.vllm_runner.test_runner import paths as paths
@@ -41,6 +53,35 @@ test_steps_ahead = first.test_steps_ahead_draw_the_tokens_of_steps_that_waited
 test_a_step_ahead_of_an_exchanged_page = first.test_a_step_ahead_of_a_sequence_whose_page_is_exchanged
 test_a_chunk_that_follows_none = first.test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on
 test_what_it_can_not_run = first.test_what_it_can_not_run_is_refused_and_touches_nothing
+
+
+def test_a_corrected_draw_misleads_no_step_but_the_one_that_was_launched(runner: Loaded):
+    model = runner("llama")
+
+    def members() -> list[Generation]:
+        draws = [TokenDraw(temperature=1.0, top_p=0.95, seed=seed) for seed in range(60, 66)]
+        return [Generation(prompt_of(20 + n, n), range(8 * n, 8 * n + 4), draw) for n, draw in enumerate(draws)]
+
+    ahead, waited = members(), members()
+    run_ahead(model, ahead, 20)
+    assert any(one.misled for one in ahead)
+    run(model, waited, 20)
+    for one, other in zip(ahead, waited, strict=True):
+        assert [sampled.token for sampled in one.drawn] == [sampled.token for sampled in other.drawn]
+
+
+def test_a_corrected_draw_is_what_its_sequence_goes_on_with(paths: Callable[[str], Path], runner: Loaded):
+    """Its next step waits here, so that it is told the token."""
+    draws = [TokenDraw(temperature=1.0, top_p=0.95, seed=seed) for seed in range(70, 76)]
+    tokens: list[list[int]] = []
+    for model in (runner("llama"), Engine.load(paths("llama"), "float32", "cpu", PAGES, PAGE, True, 2)):
+        members = [Generation(prompt_of(20 + n, n), range(8 * n, 8 * n + 4), draw) for n, draw in enumerate(draws)]
+        while any(len(one.drawn) < 12 for one in members):
+            chunks = [one.chunk() for one in members]
+            for one, chunk, sampled in zip(members, chunks, model.launch(chunks).wait().sampled, strict=True):
+                one.take(chunk, sampled)
+        tokens.append([sampled.token for one in members for sampled in one.drawn])
+    assert tokens[0] == tokens[1]
 
 
 def test_adapters(tmp_path: Path):
