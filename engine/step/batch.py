@@ -87,7 +87,7 @@ class LogitsEdits(Struct, frozen=True, gc=False):
     lowered: tuple[Ints, Floats] | None = None  # subtracted
 
 
-class TokenDraw(DrawParams, frozen=True, gc=False):
+class TokenDraw(DrawParams, frozen=True, gc=False, omit_defaults=True):
     """How to choose a token, and which random numbers to choose it with.
 
     `index` tells apart the outputs that one request asked for from one seed. `logprobs` is how many of the likeliest
@@ -109,7 +109,7 @@ class TokenDraw(DrawParams, frozen=True, gc=False):
         return cls(*numbers, seed=sampling.seed, logprobs=sampling.logprobs)
 
 
-class Sampled(Struct, frozen=True, gc=False):
+class Sampled(Struct, frozen=True, gc=False, omit_defaults=True):
     """The token chosen, its log-probability, and the likeliest tokens with theirs, best first.
 
     Log-probabilities are those of the model's own distribution, before temperature and filters. Where a logit was

@@ -27,7 +27,7 @@ class BlockTable(Sequence[int]):
     position divided by the size of a page, and no step reads them.
     """
 
-    __slots__ = ("__weakref__", "_checked", "_count", "_limit", "address", "anchors", "array", "first")
+    __slots__ = ("__weakref__", "_checked", "_count", "_limit", "address", "anchors", "array", "exchanges", "first")
 
     array: Ints
     """Its first `len(self)` entries are the pages. Never changed from outside, and replaced when the table grows."""
@@ -37,10 +37,12 @@ class BlockTable(Sequence[int]):
     """The entries before this one were given back, but for the anchors."""
     anchors: tuple[int, ...]
     """Their indices, in order."""
+    exchanges: int
+    """How many entries were exchanged so far: as long as it stays, the first n entries are what they were."""
 
     def __init__(self, pages: Iterable[int] = (), first: int = 0) -> None:
         """`first` entries before `pages` were never held."""
-        self._count = self._checked = self._limit = 0
+        self._count = self._checked = self._limit = self.exchanges = 0
         self._move(np.empty(_FEWEST, np.int64))
         self.extend([0] * first)
         self.extend(pages)
@@ -96,6 +98,7 @@ class BlockTable(Sequence[int]):
         assert 0 <= index < self._count
         self.array[index] = page
         self._checked = min(self._checked, index)
+        self.exchanges += 1
 
     def check(self, num_pages: int) -> None:
         """Raise ValueError if a page is not in a pool of that size. O(entries that are new since the last call)."""

@@ -13,7 +13,7 @@ from baton.messages import PromptTokenLogprob
 from engine.step.batch import Bits, ComputedMask, Sampled, TokenDraw, TokenMask
 
 
-class Row(Struct, frozen=True, gc=False):
+class Row(Struct, frozen=True, gc=False, omit_defaults=True):
     """One chunk. `name` is the runner's own for the sequence. With `appends`, the sequence goes on from its last step:
     its token is the one that was drawn, and `pages` are those it has more than then. Else it is new to vLLM, and
     `pages` are all of it. `window_pages` are those of the other groups of layers, side by side for each page. With

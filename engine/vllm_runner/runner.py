@@ -75,8 +75,9 @@ class _Known:
 
     name: int
     end: int  # tokens computed
-    pages: list[int]
-    window_pages: list[int]
+    pages: int  # of its table, as it was after so many exchanges
+    exchanges: int
+    window_pages: Sequence[int]
     token: int | None  # that was drawn then, once that is known
 
 
@@ -387,32 +388,38 @@ class VllmRunner:
             raise ValueError(f"positions up to {end - 1} need {covering} pages, not {len(chunk.pages)}")
         if min(chunk.tokens) < 0 or max(chunk.tokens) >= self.vocab_size:
             raise ValueError(f"a token is not in 0 to {self.vocab_size - 1}")
-        pages = list(chunk.pages[:covering])
+        table = chunk.pages if isinstance(chunk.pages, BlockTable) else BlockTable(chunk.pages)
+        table.check(self.num_pages)
         # What a worker measures at its start has pages alone: there all groups write to these, and nothing reads them.
         groups = self.groups.count
-        window_pages = list(chunk.window_pages[: covering * groups]) or [page for page in pages for _ in range(groups)]
+        window_pages: Sequence[int] = ()
+        if groups:
+            window_pages = list(chunk.window_pages[: covering * groups])
+            window_pages = window_pages or [page for page in table[:covering] for _ in range(groups)]
         if chunk.window_pages and self.groups.longest_chunk(chunk.start, len(chunk.tokens)) < len(chunk.tokens):
             raise ValueError(f"{len(chunk.tokens)} tokens at {chunk.start} go beyond a page, which has one state")
         if len(window_pages) < covering * groups:
             raise ValueError(f"{covering} pages need {covering * groups} window pages, not {len(window_pages)}")
-        if min(*pages, *window_pages, 0) < 0 or max(*pages, *window_pages, 0) >= self.num_pages:
+        if min(window_pages, default=0) < 0 or max(window_pages, default=0) >= self.num_pages:
             raise ValueError(f"a page is not in 0 to {self.num_pages - 1}")
         begun = -(-chunk.start // page_size)
         if all(draw.mask is None for _, draw in chunk.draws):  # else a late mask may leave any of them part empty
             begun = max(begun, end // page_size)
-        fresh = [*pages[begun:], *window_pages[begun * groups :]]
+        fresh = [*table[begun:covering], *window_pages[begun * groups :]]
         if chunk.adapter not in self._adapters:
             raise ValueError(f"no LoRA adapter {chunk.adapter} is loaded")
-        name, appends, first_new = self._follow(chunk, pages, window_pages)
+        name, appends, first_new = self._follow(chunk, covering, window_pages)
         scoring = chunk.scoring
         targets, first, top = ((), 0, 0) if scoring is None else (scoring.targets, scoring.first, scoring.top)
         return Row(
-            name, appends, list(chunk.tokens), chunk.start, pages[first_new:], fresh, None, list(targets), first, top,
-            chunk.follows, adapter=self._adapters[chunk.adapter], window_pages=window_pages[first_new * groups :],
+            name, appends, list(chunk.tokens), chunk.start, table[first_new:covering], fresh, None, list(targets),
+            first, top, chunk.follows, adapter=self._adapters[chunk.adapter],
+            window_pages=window_pages[first_new * groups :],
         )  # fmt: skip
 
-    def _follow(self, chunk: Chunk, pages: list[int], window_pages: list[int]) -> tuple[int, bool, int]:
-        """The row's name, whether it goes on from its last step, and the first page that vLLM does not know."""
+    def _follow(self, chunk: Chunk, pages: int, window_pages: Sequence[int]) -> tuple[int, bool, int]:
+        """The name of a row with so many pages, whether it goes on from its last step, and the first page that vLLM
+        does not know. O(1), but for window pages: a context may have thousands of pages."""
         table = chunk.pages
         if not isinstance(table, BlockTable):
             self._named += 1
@@ -425,15 +432,16 @@ class VllmRunner:
             and known.end == chunk.start
             and not (self.groups.states and chunk.start % self.layout.page_size == 0)  # its state moves on
             and (chunk.follows is not None or list(chunk.tokens[: chunk.known - chunk.start]) == [known.token])
-            and pages[: len(known.pages)] == known.pages
+            and (known.pages <= pages and known.exchanges == table.exchanges)
             and window_pages[: len(known.window_pages)] == known.window_pages
         )
         if known is None:
             self._named += 1
-            known = self._known[table] = _Known(self._named, 0, [], [], None)
+            known = self._known[table] = _Known(self._named, 0, 0, 0, (), None)
             weakref.finalize(table, self._gone.append, known.name)
-        first_new = len(known.pages) if appends else 0
-        known.end, known.pages, known.window_pages, known.token = chunk.end, pages, window_pages, None
+        first_new = known.pages if appends else 0
+        known.end, known.pages, known.exchanges = chunk.end, pages, table.exchanges
+        known.window_pages, known.token = window_pages, None
         return known.name, appends, first_new
 
 

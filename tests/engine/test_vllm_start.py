@@ -18,7 +18,8 @@ from baton.errors import DeviceLost, NotEnoughMemory, StartupError, UnsupportedM
 from engine import numerics
 from engine.device import gpu_locks, gpus
 from engine.device.gpus import Gpu, VisibleGpus
-from engine.step.batch import Chunk
+from engine.step.batch import Chunk, TokenDraw
+from engine.step.block_table import BlockTable
 from engine.vllm_runner import device_memory
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.runner import VllmRunner
@@ -151,6 +152,28 @@ child.main(int(sys.argv[1]))
 """
 """The child of vLLM's process with a model whose steps fail."""
 
+TELLS = f"""
+import sys
+from engine.step.batch import Sampled
+from engine.vllm_runner import child, messages
+
+class Child:
+    has_ranks = launches_ahead = False
+
+    def __init__(self, order):
+        pass
+
+    def loaded(self):
+        return messages.Loaded(num_pages=8, **{SHAPE!r})
+
+    def carry_out(self, order):
+        return messages.Drawn([[Sampled(50 * row.appends + len(row.pages))] for row in order.rows], {{}}, 0.0)
+
+child.Child = Child
+child.main(int(sys.argv[1]))
+"""
+"""A row's token says how many pages it was sent, and is 50 or more if it goes on."""
+
 
 @pytest.fixture(autouse=True)
 def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +280,30 @@ def test_what_a_step_on_a_gpu_ends_with(
             loaded.check_device()
     else:
         loaded.check_device()
+    loaded.close()
+
+
+def test_a_row_that_goes_on_is_sent_its_new_pages_unless_one_was_exchanged(
+    model: Path, child: Callable[..., None]
+) -> None:
+    child(TELLS)
+    loaded, table = load(model), BlockTable(range(5))
+    greedy = TokenDraw(temperature=0.0)
+
+    def token(start: int, *tokens: int) -> int:
+        (sampled,) = loaded.launch([Chunk(tokens, start, table, greedy)]).wait().sampled
+        assert sampled is not None
+        return sampled.token
+
+    assert token(0, *[1] * 31) == 2
+    assert token(31, 2) == 50
+    assert token(32, 50) == 51
+    table.exchange(0, 6)
+    assert token(33, 51) == 3
+    assert token(34, 3) == 50
+    table.exchange(4, 8)
+    with pytest.raises(ValueError, match="page 8 is not in 0 to 7"):
+        token(35, 50)
     loaded.close()
 
 
