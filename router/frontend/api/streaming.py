@@ -178,49 +178,42 @@ class EventStream(_GeneratedResponse):
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         builder, opened, loop = self.builder, False, asyncio.get_running_loop()
-
-        async def event(value: dict[str, Any]) -> None:
-            await emit(builder.event(value))
-
-        async def emit(body: bytes) -> None:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            self._due = loop.time() + ALIVE_SECONDS
-
-        async def open_stream() -> None:
-            headers = [
-                (b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"),
-                (b"x-accel-buffering", b"no"), *self.raw_headers,
-            ]  # fmt: skip
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            for chunk in builder.opening():
-                await event(chunk)
-
+        events: list[bytes] = []  # that are not sent yet
         try:
             async for choice, news in self._outputs():
                 if not opened:
                     opened = True
-                    await open_stream()
+                    headers = [
+                        (b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"),
+                        (b"x-accel-buffering", b"no"), *self.raw_headers,
+                    ]  # fmt: skip
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    events += map(builder.event, builder.opening())
                 elif isinstance(news, Output) and not news.size:
-                    await emit(builder.sign_of_life())
-                if not isinstance(news, Output):
-                    for chunk in builder.ending(choice):
-                        await event(chunk)
-                else:
+                    events.append(builder.sign_of_life())
+                if isinstance(news, Output):
                     # The first chunk of an echo has all of the prompt's log-probabilities.
                     size = 0 if choice.characters else _SCORED_BYTES * len(choice.prompt_scores)
                     work = map(builder.event, builder.chunks(choice, news))
-                    for body in await self._apart(size, partial(list, work)) if size else work:
-                        await emit(body)
-            for chunk in builder.closing():
-                await event(chunk)
+                    events += await self._apart(size, partial(list, work)) if size else work
+                else:
+                    events += map(builder.event, builder.ending(choice))
+                    if all(one.end is not None for one in builder.choices):
+                        continue  # the rest goes with it
+                if events:
+                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                    events.clear()
+                    self._due = loop.time() + ALIVE_SECONDS
+            events += map(builder.event, builder.closing())
         except BatonError as error:
             if not opened:
                 response = error_response(error, builder.failed)
                 response.headers.update(self.headers)
                 await response(scope, receive, send)
                 return
-            await event(msgspec.to_builtins(builder.failed(error)))
-        await send({"type": "http.response.body", "body": builder.end_of_stream, "more_body": False})
+            events.append(builder.event(msgspec.to_builtins(builder.failed(error))))
+        body = b"".join((*events, builder.end_of_stream))
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def disconnected(receive: Receive) -> None:
