@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from router.frontend.api.protocol import GenerationOrder
 from router.frontend.api.response_builder import Choice, ResponseBuilder
 from router.frontend.detokenizer import TextStream
 from router.frontend.generation import Apart, Generation
-from router.frontend.output_stream import Output, merged
+from router.frontend.output_stream import News, Output, merged
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _JSON = "application/json"
@@ -115,24 +115,20 @@ class _GeneratedResponse(Response):
                 before = now
         connected.reschedule(0.0)
 
-    async def _outputs(self) -> AsyncIterator[tuple[Choice, Output | RequestEnded]]:
-        """Yield what comes of each choice, as it comes. Raises BatonError when one of them fails."""
-        streams = [generation.stream for generation in self.generations]
-        async with contextlib.aclosing(merged(streams)) as news:
-            async for number, what in news:
-                choice = self.builder.choices[number]
-                yield choice, self._checked(choice, what)
+    def _outputs(self) -> contextlib.aclosing[AsyncGenerator[tuple[int, News], None]]:
+        """Yield what comes of each choice, as it comes."""
+        return contextlib.aclosing(merged([generation.stream for generation in self.generations]))
 
-    def _checked(self, choice: Choice, news: Output | RequestEnded) -> Output | RequestEnded:
-        """Note the end of a choice. Raises the error that it ended in."""
-        if not isinstance(news, RequestEnded):
-            return news
-        reason, choice.end = news.finish_reason(), news
-        choice.stop_reason = self.generations[choice.index].stream.stop_string
-        if reason == "stop" and choice.stop_reason is None and choice.tokens:
-            last = choice.tokens[-1]
-            choice.stop_reason = last if last in self._stops else None
-        return news
+    def _choice(self, index: int, news: News) -> Choice:
+        """Return what the news are of, and note its end. Raises the error that it ended in."""
+        choice = self.builder.choices[index]
+        if isinstance(news, RequestEnded):
+            reason, choice.end = news.finish_reason(), news
+            choice.stop_reason = self.generations[index].stream.stop_string
+            if reason == "stop" and choice.stop_reason is None and choice.tokens:
+                last = choice.tokens[-1]
+                choice.stop_reason = last if last in self._stops else None
+        return choice
 
 
 class WholeResponse(_GeneratedResponse):
@@ -140,11 +136,13 @@ class WholeResponse(_GeneratedResponse):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for choice, news in self._outputs():
-                if isinstance(news, Output):
-                    self.builder.take(choice, news)
-                else:
-                    choice.finish()
+            async with self._outputs() as outputs:
+                async for index, news in outputs:
+                    choice = self._choice(index, news)
+                    if isinstance(news, Output):
+                        self.builder.take(choice, news)
+                    else:
+                        choice.finish()
             size = sum(map(_size, self.builder.choices))
             encoded = msgspec.json.encode if size < _ENCODED_WHOLE else lambda whole: b"".join(json_pieces(whole))
             body = await self._apart(size, lambda: encoded(self.builder.whole()))
@@ -180,30 +178,32 @@ class EventStream(_GeneratedResponse):
         builder, opened, loop = self.builder, False, asyncio.get_running_loop()
         events: list[bytes] = []  # that are not sent yet
         try:
-            async for choice, news in self._outputs():
-                if not opened:
-                    opened = True
-                    headers = [
-                        (b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"),
-                        (b"x-accel-buffering", b"no"), *self.raw_headers,
-                    ]  # fmt: skip
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    events += map(builder.event, builder.opening())
-                elif isinstance(news, Output) and not news.size:
-                    events.append(builder.sign_of_life())
-                if isinstance(news, Output):
-                    # The first chunk of an echo has all of the prompt's log-probabilities.
-                    size = 0 if choice.characters else _SCORED_BYTES * len(choice.prompt_scores)
-                    work = map(builder.event, builder.chunks(choice, news))
-                    events += await self._apart(size, partial(list, work)) if size else work
-                else:
-                    events += map(builder.event, builder.ending(choice))
-                    if all(one.end is not None for one in builder.choices):
-                        continue  # the rest goes with it
-                if events:
-                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
-                    events.clear()
-                    self._due = loop.time() + ALIVE_SECONDS
+            async with self._outputs() as outputs:
+                async for index, news in outputs:
+                    choice = self._choice(index, news)
+                    if not opened:
+                        opened = True
+                        headers = [
+                            (b"content-type", _EVENT_STREAM), (b"cache-control", b"no-cache"),
+                            (b"x-accel-buffering", b"no"), *self.raw_headers,
+                        ]  # fmt: skip
+                        await send({"type": "http.response.start", "status": 200, "headers": headers})
+                        events += map(builder.event, builder.opening())
+                    elif isinstance(news, Output) and not news.size:
+                        events.append(builder.sign_of_life())
+                    if isinstance(news, Output):
+                        # The first chunk of an echo has all of the prompt's log-probabilities.
+                        size = 0 if choice.characters else _SCORED_BYTES * len(choice.prompt_scores)
+                        work = map(builder.event, builder.chunks(choice, news))
+                        events += await self._apart(size, partial(list, work)) if size else work
+                    else:
+                        events += map(builder.event, builder.ending(choice))
+                        if all(one.end is not None for one in builder.choices):
+                            continue  # the rest goes with it
+                    if events:
+                        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                        events.clear()
+                        self._due = loop.time() + ALIVE_SECONDS
             events += map(builder.event, builder.closing())
         except BatonError as error:
             if not opened:
