@@ -14,6 +14,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from baton.checkpoints.from_gguf import CODES  # noqa: E402
+from engine.checkpoint.formats.gguf import IN_FOUR_BITS  # noqa: E402
 from engine.cpu import features  # noqa: E402
 from engine.models.config import parse_spec  # noqa: E402
 from engine.models.families.registry import FAMILIES  # noqa: E402
@@ -368,10 +370,10 @@ def _at_load_rows() -> Iterator[str]:
 
 
 def _gguf_rows() -> Iterator[str]:
-    for kind in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"):
-        yield f"| {kind} | [native](../{GGUF}), {'8' if kind in ('Q8_0', 'Q6_K') else '4'} bits |"
+    for kind in CODES:
+        yield f"| {kind} | [native](../{GGUF}), {4 if kind in IN_FOUR_BITS else 8} bits |"
     yield f"| F32, F16, BF16 | [in `model.dtype`](../{GGUF}) |"
-    yield f"| Q5_0, Q5_1, Q2_K, Q3_K, Q5_K and others that the package `gguf` knows | made dense, {_NOT_RUN} |"
+    yield f"| IQ3_S, and others that the package `gguf` dequantizes | [made dense](../{GGUF}) |"
 
 
 def _page_rows() -> Iterator[str]:

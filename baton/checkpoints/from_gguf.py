@@ -57,7 +57,9 @@ _BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 _ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Tokens that end an answer, too. Many files name but one end, which is that of a text."""
 
-CODES = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+CODES = (
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
 """Types of tensors whose codes the engine reads as they are. Those of other types are made dense when they are read."""
 FILE = "model.gguf"
 """What a checkpoint has in the place of safetensors, if its numbers are in a GGUF file."""

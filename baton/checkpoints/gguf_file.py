@@ -11,7 +11,7 @@ from pathlib import Path
 from baton import private_folder
 from baton.errors import StartupError
 
-_VERSION = 3  # counts changes of what is written
+_VERSION = 4  # counts changes of what is written
 
 
 def is_one(path: Path) -> bool:

@@ -91,7 +91,9 @@ def test_an_engine_has_the_tokens_of_these_numbers(name: str, native: bool, quan
 
 
 def test_the_last_blocks_of_fp8_may_be_smaller(tmp_path: Path):
-    path = quantized_checkpoints.make("fp8-blocks", tmp_path, **SIZES | {"hidden_size": 160, "intermediate_size": 192})
+    path = quantized_checkpoints.make(
+        "fp8-blocks", tmp_path, "llama", **SIZES | {"hidden_size": 160, "intermediate_size": 192}
+    )
     ours, meant = all_matrices(path), all_matrices(quantized_checkpoints.plain(path))
     assert all(torch.equal(weight, meant[product]) for product, weight in ours.items())
     prompt = prompt_of(60, seed=3)

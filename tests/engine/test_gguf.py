@@ -27,21 +27,25 @@ from tests.engine.driver import assert_same_tokens, generate, prompt_of
 from tests.support import checkpoints
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 8, 4, 2
-KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q4_K and Q6_K"]
+KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q3_K", "Q4_K and Q6_K", "Q5_K", "IQ4_NL", "IQ3_S"]
+SCALES: Mapping[str, tuple[float, tuple[int, ...]]] = {
+    "Q2_K": (3e-3, (80, 82)), "Q3_K": (3e-3, (108,)), "Q4_K": (3e-4, (0, 2)), "Q5_K": (2e-4, (0, 2)),
+    "Q6_K": (3e-5, (208,)), "IQ4_NL": (1e-3, (0,)), "IQ4_XS": (5e-5, (0,)), "IQ3_S": (3e-4, (0,)),
+}  # fmt: skip
+"""Of random blocks: about how large scales are, and where they stand."""
 TOKENS = ["<|end|>", *sorted(bytes_of_gpt2()), "ab"]
 TOKENS += [f"<{number}>" for number in range(len(TOKENS), 1024)]
 
 
 def packed(weight: NDArray[np.float32], kind: str) -> NDArray[np.generic]:
-    """A matrix in GGUF's blocks. The package can't make those of Q4_K and Q6_K, so theirs are random."""
-    if kind not in ("Q4_K", "Q6_K"):
+    """A matrix in GGUF's blocks. Those that the package can't make are random, all but their scales."""
+    if kind not in SCALES:
         return quantize(weight, Kind[kind])
     random = np.random.default_rng(weight.shape[1])
     inputs, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     blocks = random.integers(0, 256, (weight.shape[0], weight.shape[1] // inputs, size), dtype=np.uint8)
-    scales = {"Q4_K": (0, 2), "Q6_K": (208,)}[kind]
-    for place in scales:
-        spread = 3e-4 if kind == "Q4_K" else 3e-5
+    spread, places = SCALES[kind]
+    for place in places:
         numbers = (spread * random.uniform(0.5, 1, blocks.shape[:2])).astype(np.float16)
         blocks[..., place : place + 2] = numbers[..., None].view(np.uint8)
     return blocks.reshape(weight.shape[0], -1)
@@ -251,14 +255,14 @@ def test_a_tensor_of_another_architecture_is_refused_by_name(architecture: str, 
 
 
 @pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch does the work here")
-@pytest.mark.parametrize(("kind", "forms"), [("Q8_0", {"int8"}), ("Q4_K and Q6_K", {"int4", "int8"}), ("F16", set())])
+@pytest.mark.parametrize(("kind", "forms"), [("Q8_0", {"int8"}), ("Q4_K and Q6_K", {"int4", "int8"}), ("IQ3_S", set())])
 def test_codes_stay_codes(kind: str, forms: set[str], home: Path):
     engine = load(hub.resolve(str(write(home / "model.gguf", kind))))
     assert engine._native is not None
     assert engine._native.forms == forms
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", from_gguf.CODES)
 def test_blocks_are_exactly_the_numbers_of_gguf(kind: str, home: Path):
     from engine.checkpoint import formats
 
