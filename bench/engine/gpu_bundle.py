@@ -107,8 +107,9 @@ def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
 def for_hopper(library: bytes) -> bytes:
     """Return an ELF library with all but Hopper's machine code in its fat binaries zeroed.
 
-    A fat binary is a header (magic, version, its own length, length of all entries) and entries one after the other:
-    kind, version, length of the entry's header, length of its code, and from byte 28 on the architecture.
+    A fat binary is a header and entries, one after the other. Its header has a magic number, a version, its own length
+    and that of all entries. An entry begins with its kind, a version, the length of its header and that of its code.
+    The architecture is at byte 28.
     """
     result = bytearray(library)
     place = library.find(_FATBIN.to_bytes(4, "little"))
