@@ -67,6 +67,7 @@ class Tokenizer:
         self._decodes_bytes, self._byte_fallback = "ByteLevel" in decoders, "ByteFallback" in decoders
         self._anchor = self._anchor_token()
         self.bytes_of = lru_cache(2**16)(self._bytes_of)
+        self.decode_one = lru_cache(2**16)(self._decode_one)
         self.longest = self._longest()  # bytes of text that the longest token stands for
         self._stretch = 1 if self._keeps_length() else _SHRINKING
 
@@ -182,6 +183,9 @@ class Tokenizer:
         """Text, without special tokens unless they are wanted."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=not special_tokens)
 
+    def _decode_one(self, token: int, *, special_tokens: bool) -> str:
+        return self.decode([token], special_tokens=special_tokens)
+
     def has(self, token: int) -> bool:
         """Whether the vocabulary has a token of this id."""
         return self._tokenizer.id_to_token(token) is not None
@@ -260,6 +264,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], *, special_tokens: bool = False) -> None:
         self._decode = partial(tokenizer.decode, special_tokens=special_tokens)
+        self._decode_one = partial(tokenizer.decode_one, special_tokens=special_tokens)
         # `_inside`: whether the known part may end inside a character.
         self._window, self._known, self._inside = _end_of(prompt, self._decode)
         self._known_tokens = len(self._window)  # tokens of the window whose text has been given out
@@ -299,7 +304,7 @@ class Detokenizer:
             self._window = self._window[self._known_tokens :]
         self._inside = count > 0
         self._known_tokens = len(self._window)
-        known = self._decode(self._window)
+        known = self._decode_one(*self._window) if self._known_tokens == 1 else self._decode(self._window)
         self._known = known[: len(known) - count]
         return new
 

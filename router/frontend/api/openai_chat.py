@@ -122,7 +122,8 @@ class ChatBuilder(ResponseBuilder):
             yield chunk
 
     def _delta(self, choice: Choice, piece: Output) -> Json | None:
-        delta = _chat_delta(choice.chat.feed(piece.text), choice.chat.output)
+        chat = choice.chat
+        delta = _chat_delta(chat.feed(piece.text), chat.output)
         scored, texts = choice.released(piece)
         if not delta and not scored and not self._shows_tokens(piece):
             return None

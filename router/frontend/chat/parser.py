@@ -578,7 +578,8 @@ class ChatParser:
                     if shown := self._argument.feed(text) if self._argument else text:
                         yield CallArguments(index, shown)
                 case _:
-                    yield from self._rest_of_text()
+                    if self._argument is not None:
+                        yield from self._rest_of_text()
                     yield delta
 
     def _rest_of_text(self) -> Iterator[ChatDelta]:
