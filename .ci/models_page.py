@@ -75,6 +75,17 @@ inputs that are not quantized.
 
 {formats}
 
+Of compressed-tensors, one group of settings for all layers is read, and perhaps one for the output head. Static scales
+of inputs are left aside.
+
+| `format` | bits, strategies | native |
+|---|---|---|
+| `int-quantized` | 8; tensor, channel, group | 8 bits |
+| `pack-quantized` | 4 and 8; tensor, channel, group, with zeros or without, `actorder` | 4 and 8 bits |
+| `float-quantized` | 8 (E4M3); tensor, channel | 8 bits |
+| others, such as `nvfp4-pack-quantized` | all | [refused by name](../tests/engine/test_formats.py) |
+| FP8 | block, group | refused by name |
+
 ### Quantized when they are loaded
 
 `baton up --quantization int8` or `int4` rounds the products of layers while our own engine loads a checkpoint on a CPU.
@@ -94,12 +105,12 @@ and `int8` are passed on to its runner.
 ## GGUF
 
 `baton up --model FILE.gguf` serves one file, with its tokenizer and its chat template (`pip install 'baton[gguf]'`). It
-is read by our own engine. The architectures are [llama](../tests/engine/test_gguf.py), which is also Mistral's, qwen2,
-qwen3, gemma3 (text) and phi3. Each has the tokens of transformers with the same weights in float32, and those of its
-dequantized numbers in Q8_0 and Q4_0. Other architectures and tensors are refused by name, and so is a rotary embedding
-that is scaled in another way than linearly, by Llama 3.1 or by LongRoPE. A file that ends too early is refused with the
-name of a tensor. What describes the file is made once below `~/.cache/baton/gguf`. The numbers stay in the file, so it
-must stay where it is.
+is read by our own engine. The architectures are [llama](../tests/engine/test_gguf.py), which is also Mistral's and
+Mixtral's, qwen2, qwen3, qwen3moe, gemma3 (text) and phi3. Each has the tokens of transformers with the same weights in
+float32, and those of its dequantized numbers in Q8_0 and Q4_0. Other architectures and tensors are refused by name, and
+so is a rotary embedding that is scaled in another way than linearly, by YaRN, by Llama 3.1 or by LongRoPE. A file that
+ends too early is refused with the name of a tensor. What describes the file is made once below `~/.cache/baton/gguf`.
+The numbers stay in the file, so it must stay where it is.
 
 Tokenizers are SentencePiece's with bytes (Llama 2, Mistral, Phi-3, Gemma 3), and byte-level BPE with the rules
 `llama-bpe`, `qwen2`, `smollm`, `tekken` (Mistral Nemo), `dbrx` (Phi-4) and `gpt-4o` (Phi-4-mini). All have [the tokens

@@ -8,7 +8,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,22 @@ _PHI3 = _COMMON | {
 }
 
 
-_OF_A_LAYER = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _QWEN3, "gemma3": _GEMMA3, "phi3": _PHI3}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}
+_QWEN3_MOE = _QWEN3 | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_OF_A_LAYER = {
+    "llama": _LLAMA | _MIXTRAL, "qwen2": _LLAMA, "qwen3": _QWEN3, "qwen3moe": _QWEN3_MOE, "gemma3": _GEMMA3,
+    "phi3": _PHI3,
+}  # fmt: skip
 _BIASED = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 _ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 """Tokens that end an answer, too. Many files name but one end, which is that of a text."""
@@ -63,6 +78,48 @@ CODES = (
 """Types of tensors whose codes the engine reads as they are. Those of other types are made dense when they are read."""
 FILE = "model.gguf"
 """What a checkpoint has in the place of safetensors, if its numbers are in a GGUF file."""
+
+
+class Tensor(NamedTuple):
+    """A tensor by its name in Hugging Face's layout: a whole one of the file, or one expert's part."""
+
+    name: str
+    source: str  # its name in the file
+    kind: str
+    shape: tuple[int, ...]
+    data: NDArray[Any]  # as it is in the file
+
+    @property
+    def in_codes(self) -> bool:
+        """Whether the engine reads its codes as they are. Routers are dense."""
+        return self.kind in CODES and ".ffn_gate_inp." not in self.source
+
+    def numbers(self, fields: Fields) -> NDArray[np.float32]:
+        """Return it as published, in float32. Raises UnsupportedModel for a type that the package can't read."""
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        try:
+            numbers = dequantize(self.data, GGMLQuantizationType[self.kind])
+        except NotImplementedError:
+            raise UnsupportedModel(
+                f"{fields.source}: {self.source} is {self.kind}, which is not read; quantize it in another form"
+            ) from None
+        return as_published(self.source, numbers.astype(np.float32), fields)
+
+
+def tensors(reader: Any, fields: Fields) -> Iterator[Tensor]:
+    """Yield the tensors of a file. Raises UnsupportedModel for one that has no place."""
+    for tensor in reader.tensors:
+        if tensor.name in FACTORS:
+            continue
+        shape, kind = tuple(int(size) for size in reversed(tensor.shape)), tensor.tensor_type.name
+        name = hf_name(tensor.name, fields.architecture)
+        if "{}" not in name:
+            yield Tensor(name, tensor.name, kind, shape, tensor.data)
+            continue
+        for expert, data in enumerate(tensor.data):
+            yield Tensor(name.format(expert), tensor.name, kind, shape[1:], data)
 
 
 def convert(source: Path, out: Path, sampling: Mapping[str, Any]) -> None:
@@ -79,12 +136,8 @@ def link(source: Path, out: Path) -> None:
     """Write what describes `source` into the new directory `out`, and a link to the file. Raises as `convert`."""
     reader, fields = read(source)
     config = _config(reader, fields)
-    types = {
-        hf_name(tensor.name, fields.architecture): tensor.tensor_type.name
-        for tensor in reader.tensors
-        if tensor.name not in FACTORS
-    }
-    codes = {name.removesuffix(".weight"): kind for name, kind in types.items() if kind in CODES}
+    types = {hf_name(one.source, fields.architecture): one.kind for one in tensors(reader, fields) if one.in_codes}
+    codes = {name.removesuffix(".weight"): kind for name, kind in types.items()}
     embedding = _WHOLE["token_embd.weight"].removesuffix(".weight")
     if (kind := codes.pop(embedding, None)) is not None and config["tie_word_embeddings"]:
         # The embedding is made dense, and as the head it stays as it is.
@@ -97,7 +150,7 @@ def link(source: Path, out: Path) -> None:
 
 
 def hf_name(name: str, architecture: str) -> str:
-    """Return a tensor's name in Hugging Face's layout. Raises UnsupportedModel."""
+    """Return a tensor's name in Hugging Face's layout, "{}" standing for an expert. Raises UnsupportedModel."""
     if name in _WHOLE:
         return _WHOLE[name]
     parts = _OF_A_LAYER[architecture]
@@ -192,12 +245,8 @@ def _write_all(fields: Fields, config: Mapping[str, Any], sampling: Mapping[str,
 
 def _weights(reader: Any, fields: Fields) -> Iterator[tuple[str, NDArray[np.uint16]]]:
     """Yield the tensors by their names in Hugging Face's layout, as bfloat16."""
-    from gguf.quants import dequantize
-
-    for tensor in reader.tensors:
-        if tensor.name not in FACTORS:
-            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            yield hf_name(tensor.name, fields.architecture), bfloat16(as_published(tensor.name, weight, fields))
+    for tensor in tensors(reader, fields):
+        yield tensor.name, bfloat16(tensor.numbers(fields))
 
 
 def as_published(name: str, weight: NDArray[Any], fields: Mapping[str, Any]) -> NDArray[Any]:

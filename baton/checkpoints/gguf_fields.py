@@ -1,5 +1,6 @@
 """The fields of a GGUF file, and the config of Hugging Face that they mean."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-"""The architectures that are read, by the names that GGUF has for them. Mistral is a "llama" there."""
+"""The architectures that are read, by the names that GGUF has for them. Mistral and Mixtral are a "llama" there."""
 _GEMMA_3_27B = 62
 """Its number of layers. llama.cpp knows by it, too, that scores are not divided by the root of a head's size."""
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -111,14 +113,45 @@ def _rotation(fields: Fields, head_dim: int, factors: Mapping[str, Sequence[floa
         case "linear":
             scaling = {"rope_type": "linear", "factor": float(fields.number("rope.scaling.factor"))}
             return settings | {"rope_scaling": scaling}
+        case "yarn":
+            return settings | {"rope_scaling": _yarn(fields)}
         case _:
             raise UnsupportedModel(f"{fields.source}: rotary embedding scaled as {kind!r} is not read from GGUF")
+
+
+def _yarn(fields: Fields) -> dict[str, Any]:
+    """YaRN as llama.cpp computes it: a factor of the attention is one more beside that which follows from the waves."""
+    for name, usual in (("ext_factor", 1.0), ("attn_factor", 1.0), ("log_multiplier", 0.1)):
+        if (number := fields.number(f"rope.scaling.yarn_{name}", usual)) != usual:
+            raise UnsupportedModel(f"{fields.source}: rope.scaling.yarn_{name} {number} is not read from GGUF")
+    factor = float(fields.number("rope.scaling.factor"))
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": fields.number("rope.scaling.original_context_length"),
+        "beta_fast": fields.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": fields.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    if (attention := fields.number("rope.scaling.attn_factor", 1.0)) != 1.0:
+        scaling["attention_factor"] = attention * (1.0 + 0.1 * math.log(factor))
+    return scaling
 
 
 def _of_family(fields: Fields, head_dim: int, share: int) -> dict[str, Any]:
     """What the configs of one family have. `share`: the numbers of the hidden state for each head."""
     window = fields.number("attention.sliding_window", 0) or None
     match fields.architecture:
+        case "llama" if experts := fields.number("expert_count", 0):
+            names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": window}
+            return names | {"num_local_experts": experts, "num_experts_per_tok": fields.number("expert_used_count")}
+        case "qwen3moe":
+            return {
+                "model_type": "qwen3_moe",
+                "num_experts": fields.number("expert_count"),
+                "num_experts_per_tok": fields.number("expert_used_count"),
+                "moe_intermediate_size": fields.number("expert_feed_forward_length"),
+                "norm_topk_prob": True,
+            }
         case "llama" if window is not None:
             return {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
         case "phi3":

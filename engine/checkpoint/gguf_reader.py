@@ -7,7 +7,7 @@ format does not know.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,12 +35,9 @@ class GgufTensors:
 
     def __init__(self, path: Path) -> None:
         reader, self._fields = from_gguf.read(path)
-        self._tensors: dict[str, Any] = {}
-        for tensor in reader.tensors:
-            if tensor.name not in from_gguf.FACTORS:
-                self._tensors[from_gguf.hf_name(tensor.name, self._fields.architecture)] = tensor
+        self._tensors = {tensor.name: tensor for tensor in from_gguf.tensors(reader, self._fields)}
         embedding = self._tensors.get(_EMBEDDING)
-        if embedding is not None and embedding.tensor_type.name in from_gguf.CODES:
+        if embedding is not None and embedding.in_codes:
             self._tensors.setdefault(_HEAD, embedding)
 
     def names(self) -> list[str]:
@@ -48,20 +45,17 @@ class GgufTensors:
 
     def get_slice(self, name: str) -> _Slice:
         tensor = self._tensors[name]
-        kind = tensor.tensor_type.name
-        if name != _EMBEDDING and self._tensors[name].tensor_type.name in from_gguf.CODES:
+        if name != _EMBEDDING and tensor.in_codes:
             return _Slice(tensor.data.shape, torch.uint8)
-        dtype = _FLOATS.get(kind, torch.float32)
-        if from_gguf.has_one_added(tensor.name, self._fields):
+        dtype = _FLOATS.get(tensor.kind, torch.float32)
+        if from_gguf.has_one_added(tensor.source, self._fields):
             dtype = torch.float32
-        return _Slice(tuple(int(size) for size in reversed(tensor.shape)), dtype)
+        return _Slice(tensor.shape, dtype)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        from gguf.quants import dequantize
-
         tensor, like = self._tensors[name], self.get_slice(name)
-        data = tensor.data
         if like.dtype == torch.float32:
-            data = dequantize(data, tensor.tensor_type).astype(np.float32)
-        read = torch.from_numpy(np.array(from_gguf.as_published(tensor.name, data, self._fields)))
-        return read.view(like.dtype).reshape(like.shape)
+            data = tensor.numbers(self._fields)
+        else:
+            data = from_gguf.as_published(tensor.source, tensor.data, self._fields)
+        return torch.from_numpy(np.array(data)).view(like.dtype).reshape(like.shape)

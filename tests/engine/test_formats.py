@@ -204,6 +204,8 @@ def test_the_check_before_the_start_reads_no_weights(name: str, quantized: Quant
         ("gptq", {"dynamic": {"+:x": {"bits": 8}}}, "dynamic"),
         ("awq", {"version": "gemv"}, "gemv"),
         ("int4", {"format": "marlin-24"}, "marlin-24"),
+        ("int4", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized.* with 4 bits by group"),
+        ("fp8", {"format": "naive-quantized"}, "naive-quantized.* with 8 bits by channel"),
         ("int4", {"config_groups": {}}, r"config_groups for \[\]"),
         ("int4", {"config_groups": {"one": 5}}, "Expected `object`, got `int`"),
         ("int4", {"ignore": ["re:("]}, "missing \\)"),

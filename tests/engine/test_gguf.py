@@ -118,12 +118,7 @@ def dense(file: Path, folder: Path) -> Path:
     from safetensors.torch import save_file
 
     reader, fields = from_gguf.read(file)
-    tensors: dict[str, torch.Tensor] = {}
-    for tensor in reader.tensors:
-        if tensor.name not in from_gguf.FACTORS:
-            weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            weight = from_gguf.as_published(tensor.name, weight, fields)
-            tensors[from_gguf.hf_name(tensor.name, fields.architecture)] = torch.from_numpy(weight)
+    tensors = {one.name: torch.from_numpy(one.numbers(fields)) for one in from_gguf.tensors(reader, fields)}
     from_gguf.convert(file, folder, {})
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
@@ -148,9 +143,13 @@ LINEAR = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10_000.0}
 OTHERS = {
     "qwen2": ("qwen2", "qwen2", {}),
     "qwen3": ("qwen3", "qwen3", {}),
+    "qwen2-yarn": ("qwen2", "qwen2", {"rope_parameters": YARN}),
+    "qwen3-moe": ("qwen3moe", "qwen3-moe", {"mlp_only_layers": [], "moe_intermediate_size": 64}),
+    "mixtral": ("llama", "mixtral", {}),
     "mistral": ("llama", "mistral", {}),
     "mistral-window": ("llama", "mistral-window", {}),
     "gemma3": ("gemma3", "gemma3", {"query_pre_attn_scalar": 32}),
@@ -159,6 +158,19 @@ OTHERS = {
     "phi3-longrope": ("phi3", "phi3-longrope", {}),
 }
 """GGUF's names of architectures, recipes, and settings that a file can say."""
+
+
+def stacked_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors, with one for all experts of a layer, as llama.cpp's converter names them."""
+    stacks = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in tensors:
+        if ".experts.0." in name:
+            each = [name.replace(".experts.0.", f".experts.{number}.") for number in range(64)]
+            of_all = name.replace(".experts.0.", ".experts.")
+            if "block_sparse_moe" in name:
+                of_all = of_all.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+            stacks[of_all] = torch.stack([tensors[one] for one in each if one in tensors])
+    return stacks
 
 
 def from_transformers(folder: Path, architecture: str, file: Path, kind: str = "F32") -> Path:
@@ -188,6 +200,14 @@ def from_transformers(folder: Path, architecture: str, file: Path, kind: str = "
         if rope["rope_type"] == "linear":
             out.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             out.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        out.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        out.add_rope_scaling_factor(rope["factor"])
+        out.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if experts := config.get("num_experts", config.get("num_local_experts")):
+        out.add_expert_count(experts)
+        out.add_expert_used_count(config["num_experts_per_tok"])
+        out.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
     if architecture == "phi3":
         out.add_rope_scaling_orig_ctx_len(config.get("original_max_position_embeddings", 4096))
         for name in ("long", "short"):
@@ -203,7 +223,7 @@ def from_transformers(folder: Path, architecture: str, file: Path, kind: str = "
     out.add_pad_token_id(config["pad_token_id"])
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in stacked_experts(load_file(folder / "model.safetensors")).items():
         theirs, weight = names.get_name(name, (".weight", ".bias")), tensor.numpy()
         assert theirs is not None, name
         if architecture == "llama" and (count := heads.get(name.split(".")[-2])):
@@ -332,11 +352,12 @@ def test_a_tensor_beyond_the_end_is_refused_by_name(home: Path):
         ("llama.attention.head_count", 0, "0 heads of 256"),
         ("llama.embedding_length", None, r"model\.gguf has no field llama\.embedding_length"),
         ("llama.rope.dimension_count", 8, "rotates 8 of 32"),
-        ("llama.rope.scaling.type", "yarn", "'yarn' is not read"),
+        ("llama.rope.scaling.type", "longrope", "'longrope' is not read"),
+        ("llama.rope.scaling.type", "yarn", r"no field llama\.rope\.scaling\.factor"),
         ("tokenizer.ggml.eos_token_id", 5_000, "the eos token is 5000, and there are 1024"),
         ("tokenizer.ggml.token_type", [1, 1], "1024 tokens and types of 2"),
         ("tokenizer.ggml.merges", ["a q"], "its tokenizer can't be made"),
-        ("general.architecture", "falcon", "'falcon'; known: llama, qwen2, qwen3, gemma3, phi3"),
+        ("general.architecture", "falcon", "'falcon'; known: llama, qwen2, qwen3, qwen3moe, gemma3, phi3"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused_by_name(name: str, value: object, says: str, home: Path):

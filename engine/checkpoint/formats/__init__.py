@@ -46,7 +46,7 @@ def describe(quantization: Any) -> WeightSpec:
 
 
 def format_of(spec: WeightSpec, name: str) -> WeightFormat:
-    if spec.types and name not in dict(spec.types):
+    if spec.types and gguf.type_name(name) not in dict(spec.types):
         return Plain(spec)
     if spec.method == "plain" or any(_means(pattern, name) for pattern in spec.plain):
         return Plain(spec)

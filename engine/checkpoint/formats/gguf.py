@@ -5,6 +5,7 @@ A block of 256 has scales of groups of 32 (Q4_K, Q5_K, IQ4_XS) or 16 (Q2_K, Q3_K
 The product of both is exact in float32. Codes of 2 and 3 bits are held in 4, and those of 5 and 6 bits in 8.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -40,6 +41,11 @@ def describe(settings: Mapping[str, Any]) -> WeightSpec:
     return spec if head is None else WeightSpec(spec.method, spec.layout, 0, types=spec.types, head=spec)
 
 
+def type_name(name: str) -> str:
+    """Return the name under which a matrix has its type: all experts of a layer are of one."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.{}.", name)
+
+
 class Gguf:
     """Matrices in the blocks of a GGUF file."""
 
@@ -47,11 +53,11 @@ class Gguf:
         self._types = dict(spec.types)
 
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
-        inputs, size = _BLOCK[self._types[name]]
+        inputs, size = _BLOCK[self._types[type_name(name)]]
         return {f"{name}.weight": (shape[0], shape[1] // inputs * size)}
 
     def read(self, name: str, shape: Shape, take: Take) -> AffineGroups:
-        kind = self._types[name]
+        kind = self._types[type_name(name)]
         place, stored = next(iter(self.stored(name, shape).items()))
         blocks = take(place, stored, (torch.uint8,)).unflatten(1, (-1, _BLOCK[kind][1]))  # [rows, blocks, bytes]
         codes, scale, minimum = _READERS[kind](blocks)
