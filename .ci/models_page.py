@@ -346,7 +346,8 @@ def _vllm_families() -> Iterator[str]:
         likeliest: dict[str, str] = _constant(states, "LIKELIEST")
         for recipe in (*_constant(states, "EXACT"), *likeliest):
             how = f"likeliest in {likeliest[recipe]}" if recipe in likeliest else "exact"
-            cells = f"[{how}; 1P+1D, colocated, SIGKILL](../{file}) | refused | refused | {_NOT_RUN}"
+            lora = f"[LoRA](../{file})" if recipe == "granite4" else "refused"
+            cells = f"[{how}; 1P+1D, colocated, SIGKILL](../{file}) | [TP 2](../{file}) | refused | {lora}"
             yield f"| `{everything[recipe].model.__name__}` (states) | {recipe} | {cells} |"
     if (latents := vllm_source("MLA")) is not None:
         file = VLLM_TESTS["MLA"][0]

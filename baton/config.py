@@ -237,7 +237,7 @@ class ClusterConfig(_Section, frozen=True):
 class PagesConfig(_Section, frozen=True):
     """Pages, one shape per cluster."""
 
-    page_size: Annotated[int, Meta(ge=1, le=1_024)] = 16  # tokens
+    page_size: Annotated[int, Meta(ge=1, le=2_048)] = 16  # tokens
     recompute_share: Annotated[float, Meta(ge=0, le=1)] = 0.0  # of the complete pages, computed again while idle
 
 

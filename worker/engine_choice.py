@@ -22,7 +22,14 @@ from baton.messages import WorkerRole
 from engine.device.gpus import VisibleGpus, resolve_device
 from engine.engine import quantization_lack
 from engine.models.config import load_spec
-from engine.vllm_runner.requirements import Installation, problem, proposals_lack, setting_that_needs_vllm
+from engine.vllm_runner.requirements import (
+    Installation,
+    adapters_lack,
+    degrees_lack,
+    problem,
+    proposals_lack,
+    setting_that_needs_vllm,
+)
 
 Name = Literal["native", "vllm"]
 
@@ -81,7 +88,9 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
         raise ConfigError(f"{longer} (max_position_embeddings): lower it")
     own = (ranks, model.kv_cache_dtype, model.quantization, model.enable_expert_parallel, model.dtype, stages)
     lacks = [problem(vllm, raw, config.pages.page_size, device, *own) for device in devices]
-    lack = next(filter(None, lacks), "")
+    if model.lora_modules or model.max_loras:
+        lacks += [adapters_lack(text_settings(raw), device) for device in devices]
+    lack = next(filter(None, [*lacks, degrees_lack(text_settings(raw), config)]), "")
     if context is None and not model.max_model_len:
         lack = lack or "config.json names no context (max_position_embeddings): set model.max_model_len"
     if len({device.partition(":")[0] for device in devices}) > 1:

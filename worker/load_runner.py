@@ -62,7 +62,9 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
     num_pages: int | None = None
     if device == "cpu" or own.kv_cache_bytes:
         size = _room_for(own.kv_cache_bytes.on_cpu) if device == "cpu" else int(own.kv_cache_bytes)
-        num_pages = pool_pages(size, largest_page(raw, config.model.dtype, page_size, held))
+        num_pages = pool_pages(
+            size, largest_page(raw, config.model.dtype, page_size, held, config.stage_ranks_of(role))
+        )
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
     eager = config.model.enforce_eager

@@ -167,7 +167,8 @@ def _if_needed(choice: EngineChoice) -> Level:
 def _page_size(config: Config, raw: Mapping[str, Any], choice: EngineChoice, device: str) -> Finding:
     tokens = config.pages.page_size
     try:
-        lack = page_size_lack(raw.get("text_config") or raw, tokens, device, config.model.dtype)
+        ranks = config.stage_ranks_of("decode")
+        lack = page_size_lack(raw.get("text_config") or raw, tokens, device, config.model.dtype, ranks)
     except ModelError as error:
         return Finding("warn", "page size", f"{tokens} tokens", str(error))
     text = f"{tokens} tokens; our own engine takes any, vLLM's runner {'not these' if lack else 'these too'}"

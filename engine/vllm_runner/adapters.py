@@ -16,7 +16,7 @@ from baton.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedM
 from baton.messages import AdapterCard
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.vllm_runner import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from engine.vllm_runner.pages import states_only
+from engine.vllm_runner.requirements import adapters_lack
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _ABSENT = (
@@ -28,8 +28,6 @@ _HARMLESS_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the model as they are."""
 _ELSEWHERE = ("lm_head", "embed_tokens", "experts")
 """Parts of a module's name for which no adapter is served."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configs call the number of experts in a layer."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +48,8 @@ def load_adapters(model: Path, modules: Mapping[str, str], max_rank: int, device
     if not modules:
         return ()
     config = read_object(model / "config.json")
-    if device == "cpu" and any(config.get(key) for key in _EXPERTS):
-        raise UnsupportedModel(
-            "vLLM computes a mixture of experts with LoRA adapters by Triton, which a CPU has none of; remove "
-            "model.lora_modules"
-        )
-    if states_only(config):
-        raise UnsupportedModel("vLLM computes Mamba 2 without LoRA adapters; remove model.lora_modules")
+    if lack := adapters_lack(config, device):
+        raise UnsupportedModel(lack)
     with TensorFiles(model) as base:
         return tuple(_checked(name, Path(path).expanduser(), base, max_rank) for name, path in sorted(modules.items()))
 

@@ -183,7 +183,7 @@ def _is_main_state(spec: Any) -> bool:
 
 def _divided(specs: Mapping[str, Any]) -> dict[str, Any]:
     """The layers of a model, of which those of the main group are marked if all keep states. vLLM then makes groups of
-    as many others. The mark means something to several ranks only, and there is one."""
+    as many others. Nothing but vLLM's transfers between its own processes reads the mark, and those are not used."""
     if not specs or not all(map(_is_state, specs.values())):
         return dict(specs)
     main = group_layers(len(specs))

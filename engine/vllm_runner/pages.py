@@ -8,7 +8,7 @@ Without them they are 1. Nothing of vLLM or torch is imported here.
 # pyright: strict
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.errors import ModelError
 from engine.models.config_file import DTYPES, ConfigFile
@@ -34,8 +34,10 @@ def vllm_kv_dtype(config: Mapping[str, Any], kv_cache_dtype: str) -> str:
     return "fp8" if kv_cache_dtype == "auto" and _scheme(config) else kv_cache_dtype
 
 
-def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache_dtype: str) -> PageLayout:
-    """Return the page of a model with the sizes that all configs name alike, computed in `dtype`.
+def largest_page(
+    config: Mapping[str, Any], dtype: str, page_size: int, kv_cache_dtype: str, ranks: int = 1
+) -> PageLayout:
+    """Return the page of a model with the sizes that all configs name alike, computed in `dtype` by so many ranks.
 
     Raises ModelError for a config without them, a dtype that no model is computed in, and latents in int8.
     """
@@ -51,8 +53,8 @@ def largest_page(config: Mapping[str, Any], dtype: str, page_size: int, kv_cache
             raise ModelError("latents (MLA) are not kept in int8: set model.kv_cache_dtype to auto")
         return PageLayout(own.count("num_hidden_layers"), 1, width, page_size, held, LATENT)
     if states_only(config):
-        elements = state_bytes(config, dtype) // DTYPE_BYTES[dtype]
-        return PageLayout(own.count("num_hidden_layers"), 1, elements, page_size, dtype, STATES)
+        elements = state_bytes(config, dtype, ranks) // (ranks * DTYPE_BYTES[dtype])
+        return PageLayout(own.count("num_hidden_layers"), ranks, elements, page_size, dtype, STATES)
     heads = own.count("num_key_value_heads", own.count("num_attention_heads"))
     return PageLayout(own.count("num_hidden_layers"), heads, own.head_dim(), page_size, held)
 
@@ -76,31 +78,45 @@ def lacks_for_latents(config: Mapping[str, Any], device: str, kv_cache_dtype: st
         yield "its kernel for latents (MLA) on CPUs takes the model's dtype only: set model.kv_cache_dtype to auto"
 
 
-def _granite_state(own: ConfigFile) -> tuple[int, int]:
+class _State(NamedTuple):
+    """A layer's state, of all ranks together."""
+
+    convolution: int  # elements in the model's dtype
+    recurrent: int  # elements in float32
+    divided: tuple[int, ...]  # how many there are of each thing that ranks share
+
+
+def _granite_state(own: ConfigFile, ranks: int) -> _State:
     heads, size, groups = own.count("mamba_n_heads"), own.count("mamba_d_state"), own.count("mamba_n_groups", 1)
     inner = own.count("mamba_expand", 2) * own.count("hidden_size")
-    return (own.count("mamba_d_conv", 4) - 1) * (inner + 2 * groups * size), heads * (inner // heads) * size
+    return _mamba_state(inner, heads, size, groups, own.count("mamba_d_conv", 4), ranks)
 
 
-def _mamba2_state(own: ConfigFile) -> tuple[int, int]:
-    inner, size = own.count("num_heads", 128) * own.count("head_dim", 64), own.count("state_size", 128)
-    return (own.count("conv_kernel", 4) - 1) * (inner + 2 * own.count("n_groups", 8) * size), inner * size
+def _mamba2_state(own: ConfigFile, ranks: int) -> _State:
+    heads, size, groups = own.count("num_heads", 128), own.count("state_size", 128), own.count("n_groups", 8)
+    inner = heads * own.count("head_dim", 64)
+    return _mamba_state(inner, heads, size, groups, own.count("conv_kernel", 4), ranks)
 
 
-def _gated_delta_state(own: ConfigFile) -> tuple[int, int]:
+def _mamba_state(inner: int, heads: int, size: int, groups: int, kernel: int, ranks: int) -> _State:
+    """Each rank has a single group whole."""
+    divided = (heads,) if groups == 1 else (heads, groups)
+    return _State((kernel - 1) * (inner + 2 * max(groups, ranks) * size), inner // heads * heads * size, divided)
+
+
+def _gated_delta_state(own: ConfigFile, ranks: int) -> _State:
     keys, values = own.count("linear_num_key_heads", 16), own.count("linear_num_value_heads", 32)
     key, value = own.count("linear_key_head_dim", 128), own.count("linear_value_head_dim", 128)
     convolved = 2 * keys * key + values * value
-    return (own.count("linear_conv_kernel_dim", 4) - 1) * convolved, values * key * value
+    return _State((own.count("linear_conv_kernel_dim", 4) - 1) * convolved, values * key * value, (keys, values))
 
 
-_STATES: Mapping[str, Callable[[ConfigFile], tuple[int, int]]] = {
+_STATES: Mapping[str, Callable[[ConfigFile, int], _State]] = {
     "granitemoehybrid": _granite_state,
     "mamba2": _mamba2_state,
     "qwen3_next": _gated_delta_state,
 }
-"""By the `model_type` of models with recurrent states that were tried: the elements of a layer's state that are in the
-model's dtype, its convolution's, and those in float32."""
+"""By the `model_type` of models with recurrent states that were tried: a layer's state for so many ranks."""
 
 
 def has_states(config: Mapping[str, Any]) -> bool:
@@ -118,20 +134,20 @@ def group_layers(layers: int) -> int:
     return next(size for size in range(1, layers + 1) if layers % size == 0 and layers // size <= _MOST_GROUPS)
 
 
-def state_bytes(config: Mapping[str, Any], dtype: str) -> int:
-    """Return the bytes of a layer's state in a model that is computed in `dtype`. Raises ModelError for sizes that are
-    none."""
-    convolution, state = _STATES[config["model_type"]](ConfigFile(config))
-    return convolution * DTYPE_BYTES[dtype] + state * DTYPE_BYTES["float32"]
+def state_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
+    """Return the bytes of a layer's state on all ranks of a model that is computed in `dtype`. Raises ModelError for
+    sizes that are none."""
+    state = _STATES[config["model_type"]](ConfigFile(config), ranks)
+    return state.convolution * DTYPE_BYTES[dtype] + state.recurrent * DTYPE_BYTES["float32"]
 
 
-def state_tokens(config: Mapping[str, Any], dtype: str) -> int:
+def state_tokens(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
     """Return the fewest tokens whose K and V in a layer, computed in `dtype`, take as many bytes as a state, 0 for
     models without states and for those that keep no K and V. Raises ModelError for sizes that are none."""
     if not has_states(config) or states_only(config):
         return 0
     page = largest_page(config, dtype, 1, "auto")
-    return -(-state_bytes(config, page.dtype) * page.num_layers // page.page_bytes)
+    return -(-state_bytes(config, page.dtype, ranks) * page.num_layers // page.page_bytes)
 
 
 def lacks_for_states(
@@ -143,8 +159,9 @@ def lacks_for_states(
     layers, kinds = own.count("num_hidden_layers"), config.get("layer_types")
     if device != "cpu":
         yield "recurrent states are kept on a CPU only"
-    if ranks > 1:
-        yield f"recurrent states are not divided by {ranks} ranks: set tensor_parallel_size to 1"
+    divided = _STATES[config["model_type"]](own, ranks).divided
+    if uneven := [count for count in divided if count % ranks]:
+        yield f"{uneven[0]} heads of states can't be shared evenly by {ranks} ranks: lower tensor_parallel_size"
     if stages > 1:
         yield "recurrent states are not divided by stages: set pipeline_parallel_size to 1"
     if vllm_kv_dtype(config, kv_cache_dtype) != "auto":

