@@ -44,11 +44,6 @@ class ServiceAddresses(msgspec.Struct, frozen=True):
             fixed = {kind: address.replace(f"{wildcard}:", f"{bracketed(ip)}:") for kind, address in fixed.items()}
         return ServiceAddresses(**fixed, operator=self.operator, further=self.further)
 
-    @property
-    def endpoint(self) -> str:
-        """The ZMQ endpoint for workers and stores of the first model."""
-        return self.endpoint_of(0)
-
     def endpoint_of(self, pool: int) -> str:
         """Return the ZMQ endpoint for the workers and stores of a model."""
         internal = (self.internal, *self.further)[pool]

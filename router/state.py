@@ -417,7 +417,7 @@ class RouterState:
                 gone=member.gone,
                 heartbeat_age=now - member.heard_at,
                 metrics=member.hello.metrics,
-                pages_known=self._kv_index.pages(member.incarnation),
+                pages_known=self._kv_index.map.pages(member.incarnation),
                 events=member.hello.events,
                 replay=member.hello.replay,
                 draining=member.draining,
@@ -515,8 +515,8 @@ class RouterState:
     def validate(self) -> None:
         """Raise AssertionError unless every invariant holds. For tests."""
         self._members.validate()
-        self._kv_index.validate()
+        self._kv_index.map.validate()
         self._manager.validate()
         self._pinner.validate()
         live = {member.incarnation for member in self._members}
-        assert set(self._kv_index.holders()) <= live, "pages of a holder that is gone"
+        assert set(self._kv_index.map.holders()) <= live, "pages of a holder that is gone"

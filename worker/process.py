@@ -91,18 +91,9 @@ def _serve_prefill(worker: WorkerLoop, config: Config, _: Drafter | None, stop: 
 
 
 def _prefill_samples(stats: PrefillStats) -> Mapping[str, Sample]:
-    used = stats.pages_total - stats.pages_free
-    return {
+    return _samples(stats) | {
         "num_requests_running": stats.running - stats.waiting,
-        "num_requests_waiting": stats.waiting,
-        "kv_cache_usage_perc": {("device",): used / stats.pages_total},
-        "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "prompt_tokens_computed": stats.tokens_computed,
-        "prefix_tokens_copied": stats.tokens_copied,
-        "pages_refilled": stats.pages_refilled,
-        "pages_recomputed": stats.pages_recomputed,
-        "pages_differing": stats.pages_differing,
-        "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {
             ("device",): stats.pages_hit - stats.pages_hit_in_store,
             ("host",): stats.pages_hit_in_store,
@@ -135,27 +126,32 @@ def _serve_decode(worker: WorkerLoop, config: Config, drafter: Drafter | None, s
 
 
 def _decode_samples(stats: DecodeStats) -> Mapping[str, Sample]:
-    used = stats.pages_total - stats.pages_free
-    return {
+    return _samples(stats) | {
         "num_requests_running": stats.running,
-        "num_requests_waiting": stats.waiting,
-        "kv_cache_usage_perc": {("device",): used / stats.pages_total},
-        "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
         "num_preemptions": stats.preemptions,
         "growth_reserve_pages": stats.growth_reserve,
         "generation_tokens": stats.tokens_generated,
         "prompt_tokens_computed": stats.prompt_tokens_computed,
-        "prefix_tokens_copied": stats.tokens_copied,
-        "pages_refilled": stats.pages_refilled,
-        "pages_recomputed": stats.pages_recomputed,
-        "pages_differing": stats.pages_differing,
-        "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
         "prompt_pages_cached": {("device",): stats.prompt_pages_device, ("host",): stats.prompt_pages_fetched},
         "kv_loads_incomplete": stats.kv_loads_incomplete,
         "write_through_refused": stats.writes_refused,
         "spec_decode_num_drafts": stats.speculation.drafts,
         "spec_decode_num_draft_tokens": stats.speculation.draft_tokens,
         "spec_decode_num_accepted_tokens": stats.speculation.accepted_tokens,
+    }
+
+
+def _samples(stats: PrefillStats | DecodeStats) -> dict[str, Sample]:
+    used = stats.pages_total - stats.pages_free
+    return {
+        "num_requests_waiting": stats.waiting,
+        "kv_cache_usage_perc": {("device",): used / stats.pages_total},
+        "kv_pages": {("device", "used"): used, ("device", "free"): stats.pages_free},
+        "prefix_tokens_copied": stats.tokens_copied,
+        "pages_refilled": stats.pages_refilled,
+        "pages_recomputed": stats.pages_recomputed,
+        "pages_differing": stats.pages_differing,
+        "load_regret_seconds": {(tier,): seconds for tier, seconds in stats.load_regret.items()},
     }
 
 

@@ -18,7 +18,7 @@ import zmq.asyncio
 
 from baton.messages import UNREADABLE, FromPublisher, Snapshot, SnapshotRequest, ToPublisher
 from baton.wire.periodic_yield import PeriodicYield
-from baton.wire.sockets import bind, configure, connect
+from baton.wire.sockets import arrived, bind, configure, connect
 
 _SEQUENCE_BYTES = 8
 _BATCHES = 1_000  # kept for a subscriber that does not read; past it they are dropped, and it asks
@@ -87,11 +87,7 @@ class ReplayServer:
     def receive(self, limit: int) -> Iterator[tuple[bytes, int | SnapshotRequest]]:
         """At most `limit` of the questions that are here, malformed ones included: the follower that asks, and the
         first sequence wanted or a request for everything."""
-        for _ in range(limit):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in arrived(self.socket, limit):
             try:
                 follower, empty, question = frames
                 if empty:

@@ -21,7 +21,7 @@ from baton.clock import Clock
 from baton.logs import RateLimitedLog
 from baton.messages import UNREADABLE, Envelope, Heartbeat, Message, Peer, ToRouter
 from baton.wire.periodic_yield import PeriodicYield
-from baton.wire.sockets import Reconnector, bind, configure, connect
+from baton.wire.sockets import Reconnector, arrived, bind, configure, connect
 
 log = RateLimitedLog(logging.getLogger(__name__))
 
@@ -109,11 +109,7 @@ class RouterSocket(Generic[M]):
     def receive(self) -> Iterator[Envelope[M]]:
         """What is here now and meant for this incarnation: of at most 1,000 frames, malformed ones included. The rest
         stays in the socket, which a poller reports again."""
-        for _ in range(_PER_TURN):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in arrived(self.socket, _PER_TURN):
             try:
                 envelope = self._decoder.decode(b"".join(frames))
             except UNREADABLE as error:

@@ -26,7 +26,7 @@ import zmq
 from baton.errors import StartupError
 from baton.messages import UNREADABLE, Envelope, Message
 from baton.peer_protocol import FetchedPages, PageReply, PageRequest
-from baton.wire.sockets import Reconnector, bind, configure, connect
+from baton.wire.sockets import Reconnector, arrived, bind, configure, connect
 
 _IO_THREADS = 2  # so that one can send while the other receives, and encryption has two cores
 _REQUEST_BYTES = 2**20  # the largest request, and the largest first frame of a reply
@@ -103,11 +103,7 @@ class PageServer:
 
     def receive(self, limit: int) -> Iterator[tuple[str, Any]]:
         """Return at most `limit` of the requests that are here, with their senders."""
-        for _ in range(limit):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in arrived(self.socket, limit):
             try:
                 identity, body = frames
                 envelope = self._decoder.decode(body)
@@ -194,11 +190,7 @@ class PageLink:
     def receive(self, limit: int) -> Iterator[tuple[Any, list[memoryview]]]:
         """At most `limit` of the replies that are here; with `FetchedPages` as many frames, each the bytes of a
         page."""
-        for _ in range(limit):
-            try:
-                body, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        for body, *frames in arrived(self.socket, limit, copy=False):
             try:
                 if len(body) > _REQUEST_BYTES:
                     raise ValueError(f"a reply of {len(body)} bytes")

@@ -6,6 +6,7 @@ machine reaches its loopback addresses. A socket is never bound to "every interf
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
@@ -83,6 +84,13 @@ def bind(socket: Any, endpoint: str) -> str:
         socket.close(0)
         raise
     return bound
+
+
+def arrived(socket: Any, limit: int, *, copy: bool = True) -> Iterator[Any]:
+    """Yield the frames of the messages that are here, of `limit` at most."""
+    with contextlib.suppress(zmq.Again):
+        for _ in range(limit):
+            yield socket.recv_multipart(zmq.NOBLOCK, copy)
 
 
 def connect(socket: Any, endpoint: str) -> None:

@@ -120,7 +120,6 @@ class _Raw:
     def __init__(self, path: Path, memory: _Memory, direct: bool) -> None:
         self._path = path
         self._memory = memory
-        self._direct = direct
         self._flags = os.O_DIRECT if direct else 0
 
     def write(self) -> float:

@@ -18,7 +18,6 @@ from router.dashboard.notices import Notices
 from router.dashboard.operator_views import bottleneck
 from router.dashboard.samples import COLUMNS, Samples
 from router.dashboard.snapshot import History, PrefixView, RouterCard, Snapshot
-from router.events import Log, RequestEnded
 from router.state import RouterState
 
 
@@ -33,45 +32,28 @@ class DashboardMonitor:
 
     def __init__(self, me: Peer, config: Config, model: str, state: RouterState) -> None:
         self._me, self._config, self._model, self._state = me, config, model, state
-        self._samples = Samples()
-        self._notices = Notices()
+        self.samples = Samples()
+        self.notices = Notices()
         self._began: float | None = None
         self._prefixes: _Prefixes | None = None
-
-    # --- what happens ------------------------------------------------------------------------------------------------
-
-    def gap(self, seconds: float) -> None:
-        """A client's tokens came so far apart."""
-        self._samples.gap(seconds)
-
-    def ended(self, end: RequestEnded) -> None:
-        self._samples.ended(end)
-
-    def logged(self, line: Log, now: float) -> None:
-        self._notices.logged(line, now)
 
     def sample(self, now: float, at_ms: int) -> None:
         """A second has passed. `at_ms`: now, as Unix time."""
         self._began = now if self._began is None else self._began
-        self._samples.take(self._state.stats(), now, at_ms)
+        self.samples.take(self._state.stats(), now, at_ms)
 
     # --- what is shown -----------------------------------------------------------------------------------------------
 
-    @property
-    def sequence(self) -> int:
-        """Of the last sample; 0 before the first."""
-        return self._samples.sequence
-
     def survey(self) -> Survey:
         """Begin a look at the prefix map; `surveyed` takes what comes of it."""
-        return self._state.kv_index.survey()
+        return self._state.kv_index.map.survey()
 
     def surveyed(self, survey: Survey, picture: PrefixPicture, now: float) -> None:
         """The look at the prefix map has ended."""
         names = {view.peer.incarnation: view.peer.name for view in self._state.processes(now)}
         pages: defaultdict[str, dict[Medium, int]] = defaultdict(dict)
         for mask, count in survey.pages.items():
-            for holder, media in self._state.kv_index.holders_of(mask).items():
+            for holder, media in self._state.kv_index.map.holders_of(mask).items():
                 for medium in media:
                     pages[holder][medium] = pages[holder].get(medium, 0) + count
         self._prefixes = _Prefixes(views.prefix_view(picture, self._state, names), dict(pages))
@@ -82,7 +64,7 @@ class DashboardMonitor:
         cards = views.process_cards(processes, stats, prefixes.pages if prefixes else None)
         card = self._state.card
         return Snapshot(
-            sequence=self._samples.sequence,
+            sequence=self.samples.sequence,
             at_ms=at_ms,
             router=RouterCard(
                 name=self._me.name,
@@ -105,11 +87,11 @@ class DashboardMonitor:
             bottleneck=bottleneck(stats),
             totals=views.totals_of(stats),
             columns=COLUMNS,
-            samples=views.samples_of(self._samples.newest),
+            samples=views.samples_of(self.samples.newest),
             requests=views.request_rows(self._state.recent(views.RECORDS, None), now),
-            notices=views.notice_rows(self._notices.last(views.RECORDS), now),
+            notices=views.notice_rows(self.notices.last(views.RECORDS), now),
             prefixes=prefixes.view if prefixes else None,
         )
 
     def history(self) -> History:
-        return History(COLUMNS, [*self._samples.newest])
+        return History(COLUMNS, [*self.samples.newest])

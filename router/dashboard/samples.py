@@ -53,12 +53,7 @@ class Samples:
         self.newest = deque[Sample](maxlen=CAPACITY)
         self._ttft, self._itl = LatencySketch(), LatencySketch()
         self._before: tuple[float, tuple[int, ...]] | None = None  # time, totals
-        self._count = 0
-
-    @property
-    def sequence(self) -> int:
-        """Of the last sample; 0 before the first."""
-        return self._count
+        self.sequence = 0  # of the last sample; 0 before the first
 
     def gap(self, seconds: float) -> None:
         """Two tokens came so far apart."""
@@ -76,14 +71,14 @@ class Samples:
         then, before = self._before or (now - 1, totals)
         elapsed = max(now - then, 1e-3)
         self._before = (now, totals)
-        self._count += 1
+        self.sequence += 1
         finished, failed, cancelled, generated, prompt, cached, stored, fetched, in_cache, on_device = (
             max(0.0, round((new - old) / elapsed, 2)) for new, old in zip(totals, before, strict=True)
         )
         ttft, itl = (list(map(_ms, sketch.quantiles(0.5, 0.95, 0.99))) for sketch in (self._ttft, self._itl))
         self.newest.append(
             Sample(
-                sequence=self._count,
+                sequence=self.sequence,
                 at_ms=at_ms,
                 finished=finished,
                 failed=failed,

@@ -155,7 +155,7 @@ def prefix_view(picture: PrefixPicture, state: RouterState, names: Mapping[str, 
             index[node.mask] = len(holdings)
             tiers = {
                 names[holder]: media
-                for holder, media in state.kv_index.holders_of(node.mask).items()
+                for holder, media in state.kv_index.map.holders_of(node.mask).items()
                 if holder in names
             }
             fastest: Medium | None = next(

@@ -282,7 +282,7 @@ class RouterDriver:
                     answer.set_result(outcome)
             case events.Log() as note:
                 _write(note)
-                self.monitor.logged(note, self._clock.now())
+                self.monitor.notices.logged(note, self._clock.now())
             case events.ForgetPeer(incarnation=incarnation):
                 self._sockets.forget(incarnation)
             case events.Subscribe(incarnation=incarnation, endpoint=endpoint, replay=replay):
@@ -307,7 +307,7 @@ class RouterDriver:
         if (last := self._last_token.get(name)) is not None:
             self.metrics.observe("inter_token_latency_seconds", now - last)
             self.vllm_metrics.gap(now - last)
-            self.monitor.gap(now - last)
+            self.monitor.samples.gap(now - last)
         self._last_token[name] = now
         match stream.emit(command.tokens, command.logprobs):
             case StopVerdict.STOPPED:
@@ -327,7 +327,7 @@ class RouterDriver:
         if (spans := self._spans.pop(end.request, None)) is not None:
             spans.ended(end, self._record(end.request))
         self._observe(end)
-        self.monitor.ended(end)
+        self.monitor.samples.ended(end)
         self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
 
     def _end_held(self, end: events.RequestEnded) -> None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.messages import Medium, Snapshot
+from baton.messages import Snapshot
 from kvstore.events.wire_format import KvEventBatch
 from kvstore.prefix_map import event_tracker as tracker
-from kvstore.prefix_map.prefix_map import PrefixMap, PrefixMatch
-from kvstore.prefix_map.survey import Survey
+from kvstore.prefix_map.prefix_map import PrefixMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class KvIndex:
     """Which live holder has how much of a prefix. Calls return the holders to ask for a snapshot."""
 
     def __init__(self) -> None:
-        self._map = PrefixMap()
+        self.map = PrefixMap()  # others read it and never change it
         self._tracker = tracker.EventTracker()
 
     def follow(self, holder: str, now: float) -> list[str]:
@@ -37,7 +36,7 @@ class KvIndex:
     def forget(self, holder: str) -> None:
         """The holder is gone, and in the same moment no match names it."""
         self._tracker.forget(holder)
-        self._map.remove_holder(holder)
+        self.map.remove_holder(holder)
 
     def apply_batch(self, batch: KvEventBatch, now: float) -> list[str]:
         return self._carry_out(self._tracker.batch(batch, now), now)
@@ -48,31 +47,14 @@ class KvIndex:
     def heartbeat(self, holder: str, sequence: int, digest: int, now: float) -> list[str]:
         """The holder tells of its last batch, and the digest of what it had then."""
         return self._carry_out(
-            self._tracker.digest_reported(holder, sequence, digest, self._map.digest(holder), now), now
+            self._tracker.digest_reported(holder, sequence, digest, self.map.digest(holder), now), now
         )
 
     def tick(self, now: float) -> list[str]:
         return self._carry_out(self._tracker.tick(now), now)
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, PrefixMatch]:
-        return self._map.match(keys)
-
-    def pages(self, holder: str) -> int:
-        return self._map.pages(holder)
-
-    def holders(self) -> list[str]:
-        return self._map.holders()
-
     def stats(self) -> KvIndexStats:
-        return KvIndexStats(self._map.stats().pages, self._tracker.gaps, self._tracker.divergences)
-
-    def survey(self) -> Survey:
-        """Begin a look at the whole tree of prefixes."""
-        return self._map.survey()
-
-    def holders_of(self, mask: int) -> dict[str, tuple[Medium, ...]]:
-        """The holders that a mask of a survey names, by incarnation, each with its tiers."""
-        return self._map.holders_of(mask)
+        return KvIndexStats(self.map.stats().pages, self._tracker.gaps, self._tracker.divergences)
 
     def _carry_out(self, actions: Sequence[tracker.TrackerAction], now: float) -> list[str]:
         asks: list[str] = []
@@ -83,18 +65,15 @@ class KvIndex:
                 case tracker.RequestSnapshot(holder=holder):
                     asks.append(holder)
                 case tracker.LoadSnapshot(holder=holder, runs=runs, first=first, sequence=sequence):
-                    load = self._map.load_snapshot if first else self._map.extend
+                    load = self.map.load_snapshot if first else self.map.extend
                     if not load(holder, runs):
                         self._tracker.unusable(holder, now)
                     elif sequence is not None:
-                        follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
+                        follow = self._tracker.applied(holder, sequence, self.map.digest(holder), now)
                 case tracker.ApplyEvents(holder=holder, events=events, sequence=sequence):
-                    if tracker.apply_events(self._map, holder, events):
-                        follow = self._tracker.applied(holder, sequence, self._map.digest(holder), now)
+                    if tracker.apply_events(self.map, holder, events):
+                        follow = self._tracker.applied(holder, sequence, self.map.digest(holder), now)
                     else:
                         follow = self._tracker.lost(holder, now)
             waiting += follow[::-1]
         return asks
-
-    def validate(self) -> None:
-        self._map.validate()

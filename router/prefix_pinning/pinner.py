@@ -163,7 +163,7 @@ class PrefixPinner:
         root = namespace_root(namespace, prefix.tenant, prefix.salt)
         prefix.derive_keys(root, size)
         prefix.page_bytes = card.page_bytes
-        matches = self._pages.match(split_keys(prefix.keys))
+        matches = self._pages.map.match(split_keys(prefix.keys))
         held = {holder: match.pages for holder, match in matches.items()}
 
         def cost(pair: tuple[MemberRecord, MemberRecord]) -> tuple[bool, int, int, str]:

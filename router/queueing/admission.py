@@ -82,7 +82,7 @@ class AdmissionControl:
         self._config = config
         self._token_weights = TokenWeights(config.cached_weight, config.output_weight)
         self._rate_limits = RateLimits(config.tenants)
-        self._retry_budget = RetryBudget(config.retry_share, config.retries_per_s)
+        self.retry_budget = RetryBudget(config.retry_share, config.retries_per_s)
         self._fairness = TenantFairness(self._rate_limits.weight)
         self._late = Quantile(_LATE_IN_TIME, least=0.05)
         self.queue = WaitingQueue(
@@ -193,25 +193,17 @@ class AdmissionControl:
 
     def lacks_retry_budget(self, request: Request, now: float) -> bool:
         """It would repeat a failed attempt, and too many have been repeated lately."""
-        return request.history.is_retry and not self._retry_budget.allow(now)
-
-    def may_move(self, now: float) -> bool:
-        """Whether a live worker's attempt may be moved to another: that uses the common retry budget."""
-        return self._retry_budget.allow(now)
-
-    def moved(self, now: float) -> None:
-        """It was."""
-        self._retry_budget.take(now)
+        return request.history.is_retry and not self.retry_budget.allow(now)
 
     def placed(self, request: Request, cached: int, now: float) -> None:
         """It begins an attempt, with so many of its prompt's tokens cached. A tenant pays for the first only."""
         self.queue.remove(request, now, placed=True)
         self.queue.learn(request, now)
         if request.history.is_retry:
-            self._retry_budget.take(now)
+            self.retry_budget.take(now)
             request.history.is_retry = False
         elif request.history.attempts == 1:
-            self._retry_budget.first(now)
+            self.retry_budget.first(now)
         if not request.queueing.charged:
             request.queueing.charged = self._token_weights.prompt(request.prompt, cached)
             self._charge(request.spec.tenant, request.queueing.charged)

@@ -290,7 +290,7 @@ class RequestManager:
         """How much of the request's prefix each holder has, as far as it may be used."""
         if request.unscored:
             return {}
-        held = self._kv_index.match(request.keys)
+        held = self._kv_index.map.match(request.keys)
         if worker := self._shares_with(request):
             held[worker] = PrefixMatch(len(request.keys), {"GPU": len(request.keys)})
         return held
@@ -650,7 +650,7 @@ def cached_share(members: ClusterMembership, prefixes: KvIndex, request: Request
     if (card := members.card) is None or request.unscored:
         return 0.0
     request.derive_keys(card)
-    pages = max((match.pages for match in prefixes.match(request.keys).values()), default=0)
+    pages = max((match.pages for match in prefixes.map.match(request.keys).values()), default=0)
     return min(1.0, pages * card.namespace.page_size / request.known)
 
 

@@ -69,10 +69,10 @@ class Moves:
             request, attempt = current
             if not slow[attempt.phase]:
                 continue
-            if self._counts.moved - before >= _MOVES or not self._admission.may_move(now):
+            if self._counts.moved - before >= _MOVES or not self._admission.retry_budget.allow(now):
                 return
             if (gain := self._gain_of_move(request, attempt, member, now)) is not None:
-                self._admission.moved(now)
+                self._admission.retry_budget.take(now)
                 self._counts.moved += 1
                 request.history.excluded.add(member.incarnation)
                 self._manager.retry(request, f"{member.peer.name} is slow: {gain}", now, free=True)
@@ -100,7 +100,8 @@ class Moves:
         if not self._config.router.move_prompts or self._admission.queue or not member.pending_prefills:
             return
         others = (other for other in self._members.schedulable("prefill") if other is not member)
-        if not any(other.free_prefill_slots(most) > 0 for other in others) or not self._admission.may_move(now):
+        free = any(other.free_prefill_slots(most) > 0 for other in others)
+        if not free or not self._admission.retry_budget.allow(now):
             return
         self._manager.view.now = now
         self._manager.view.refreshed_table()
@@ -112,7 +113,7 @@ class Moves:
             if request.lowest or member.incarnation in request.history.prompt_left:
                 continue
             if (gain := self._gain_of_other_prefill(request, attempt, member, now)) is not None:
-                self._admission.moved(now)
+                self._admission.retry_budget.take(now)
                 self._counts.prompts_moved += 1
                 request.history.prompt_left.add(member.incarnation)
                 why = f"another prefill worker computes the rest of its prompt: {gain}"

@@ -255,7 +255,7 @@ def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> d
     with Client(cluster.address, cluster.operator) as client:
         status = client.status(timeout=30)
     config, api, operator = cluster.config, cluster.api_of("router"), cluster.operator
-    keys, router = str(config.cluster.key_path), cluster.addresses.endpoint
+    keys, router = str(config.cluster.key_path), cluster.addresses.endpoint_of(0)
     of_role = {process.role: process for process in status.processes}
     store = of_role["store"]
     publishers = [process for process in status.processes if process.replay_endpoint]

@@ -211,9 +211,9 @@ async def test_any_number_of_followers_end_up_with_the_same_map(owner: Owner) ->
         await asyncio.sleep(0.002)
     owner.events.publish([("CPU", [PagesRemoved(tuple(reversed(chain[10_000:])))])], 16)
     owner.chains[0] = (chain[:10_000], "CPU")
-    await eventually_async(lambda: all(each.pages("store-0-abc") == 10_050 for each in followers))
-    followers[2]._map.removed("store-0-abc", chain[5_000:], "CPU")  # no event says so
-    await eventually_async(lambda: followers[2].pages("store-0-abc") == 10_050)
+    await eventually_async(lambda: all(each.map.pages("store-0-abc") == 10_050 for each in followers))
+    followers[2].map.removed("store-0-abc", chain[5_000:], "CPU")  # no event says so
+    await eventually_async(lambda: followers[2].map.pages("store-0-abc") == 10_050)
     assert [each.stats().divergences for each in followers] == [0, 0, 1]
     for task in tasks:
         task.cancel()
@@ -253,7 +253,7 @@ def test_a_large_change_is_told_in_many_batches_and_one_digest(owner: Owner) -> 
     for batch in map(log.batch, range(1, log.last + 1)):
         assert len(batch.payload) < 200_000
         assert prefixes.apply_batch(decode(batch.topic, batch.sequence, batch.payload), 0.0) == []
-    assert prefixes.match(chain)["store-0-abc"].pages == 100
+    assert prefixes.map.match(chain)["store-0-abc"].pages == 100
     assert prefixes.heartbeat("store-0-abc", owner.events.sequence, owner.events.digest, 0.0) == []
     owner.events.publish([("DISK", [PagesCleared()])], 16)
     assert owner.events.digest == 0

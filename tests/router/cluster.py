@@ -198,6 +198,12 @@ class Cluster(Lab):
             assert not process.sequences, process.peer.name
             assert not process.jobs, process.peer.name
 
+    def assert_all_served(self) -> None:
+        assert self.ends.keys() == self.requests.keys()
+        for name, end in self.ends.items():
+            assert isinstance(end.outcome, events.Finished)
+            assert self.outputs[name] == self.expected(name)[0]
+
     def finish(self, limit: float = 300.0) -> None:
         """No more faults: every wish is answered, then `settle`. Stores have exactly what counts as pinned then. One
         that was replaced, and lives, belongs to no router and keeps its pages until their time is over."""

@@ -76,6 +76,13 @@ class Lab(RouterShell):
     def colocated(self, decoders: int = 1) -> list[str]:
         return [self.join("decode", f"decode-{i}") for i in range(decoders)]
 
+    def busy(self) -> tuple[str, str]:
+        """Of two decode workers the one that has request "r": its incarnation and its name."""
+        self.colocated(2)
+        self.submit("r")
+        worker = self.to(self.decode)
+        return worker, worker.removesuffix(".1")
+
     def split(self) -> tuple[str, str, str]:
         """A decode worker, a prefill worker and a store, all of one node."""
         return self.join("decode", "decode-0"), self.join("prefill", "prefill-0"), self.join("store", "store-0")

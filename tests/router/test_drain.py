@@ -12,10 +12,7 @@ from tests.router.lab import Lab
 
 
 def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.submit("r")
-    drained = lab.to(lab.decode)
-    name = drained.removesuffix(".1")
+    drained, name = lab.busy()
     lab.tell(DrainWorker(name))
     for i in range(6):
         lab.submit(f"s{i}")
@@ -31,11 +28,9 @@ def test_a_draining_worker_is_given_nothing_new_and_keeps_what_it_has(lab: Lab) 
 
 
 def test_what_a_decode_worker_has_goes_elsewhere_at_once(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.submit("r")
-    drained = lab.to(lab.decode)
+    drained, name = lab.busy()
     lab.tokens(drained, "r", 1, 10, 9, 9)
-    lab.tell(DrainWorker(drained.removesuffix(".1"), at_once=True))
+    lab.tell(DrainWorker(name, at_once=True))
     assert lab.cancelled(drained) == [1]
     assert lab.to(lab.decode) != drained
     assert len(lab.decode.tokens) == 4 * 12
@@ -100,10 +95,7 @@ def test_drains_at_any_time_lose_nothing_and_are_obeyed(seed: int) -> None:
         assert all(left[name] <= before for name, before in drained.items()), (left, drained)
         drained = {name: left[name] for name in drained}
     cluster.settle()
-    assert all(isinstance(end.outcome, Finished) for end in cluster.ends.values())
-    assert len(cluster.ends) == len(cluster.requests)
-    for name in cluster.ends:
-        assert cluster.outputs[name] == cluster.expected(name)[0]
+    cluster.assert_all_served()
     assert all(attempts(cluster)[name] == 0 for name in workers)
 
 

@@ -83,9 +83,9 @@ class PrefixesMachine(RuleBasedStateMachine):
     @rule(name=CHAINS.map(key), medium=TIERS, gone=st.booleans())
     def damage(self, name: bytes, medium: Medium, gone: bool) -> None:
         """Remove a page from the map, or add a wrong one, without an event."""
-        if self.source.holder in self.prefixes.holders():
+        if self.source.holder in self.prefixes.map.holders():
             change = (
-                self.prefixes._map.removed if gone else lambda *args: self.prefixes._map.stored(args[0], b"", *args[1:])
+                self.prefixes.map.removed if gone else lambda *args: self.prefixes.map.stored(args[0], b"", *args[1:])
             )
             change(self.source.holder, [name], medium)
 
@@ -155,7 +155,7 @@ class PrefixesMachine(RuleBasedStateMachine):
 
     def contents(self) -> set[tuple[bytes, Medium]]:
         """What the map knows of the one holder that there is, whose place is then the first."""
-        runs = self.prefixes._map._all_runs()
+        runs = self.prefixes.map._all_runs()
         return {
             (name, medium)
             for run in runs
@@ -165,13 +165,13 @@ class PrefixesMachine(RuleBasedStateMachine):
         }
 
     def shift(self) -> int:
-        holder = self.prefixes._map._holders.get(self.source.holder)
+        holder = self.prefixes.map._holders.get(self.source.holder)
         return 0 if holder is None else holder.shift
 
     @invariant()
     def nobody_else_is_in_the_map(self) -> None:
-        self.prefixes.validate()
-        assert set(self.prefixes.holders()) <= {self.source.holder}
+        self.prefixes.map.validate()
+        assert set(self.prefixes.map.holders()) <= {self.source.holder}
 
     @invariant()
     def the_log_has_the_digest_of_what_is_held(self) -> None:

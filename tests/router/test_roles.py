@@ -38,10 +38,7 @@ def test_an_idle_worker_is_told_at_once_and_joins_in_its_new_role(lab: Lab) -> N
 
 
 def test_what_it_has_is_finished_first(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.submit("r")
-    busy = lab.to(lab.decode)
-    name = busy.removesuffix(".1")
+    busy, name = lab.busy()
     lab.tell(SetRole(name, "prefill", 30.0))
     lab.submit("s")
     assert lab.to(lab.decode) != busy
@@ -52,11 +49,9 @@ def test_what_it_has_is_finished_first(lab: Lab) -> None:
 
 
 def test_after_a_while_what_it_has_goes_elsewhere(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.submit("r")
-    busy = lab.to(lab.decode)
+    busy, name = lab.busy()
     lab.tokens(busy, "r", 1, 10, 9, 9)
-    lab.tell(SetRole(busy.removesuffix(".1"), "prefill", 0.5))
+    lab.tell(SetRole(name, "prefill", 0.5))
     for _ in range(2):
         lab.beat("decode-0.1", *([held("r", 1, 12)] if busy == "decode-0.1" else []))
         lab.beat("decode-1.1", *([held("r", 1, 12)] if busy == "decode-1.1" else []))
@@ -99,10 +94,7 @@ def test_a_worker_that_dies_meanwhile_has_a_successor_with_its_own_role(lab: Lab
 
 
 def test_a_worker_that_was_silent_meanwhile_still_changes(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.submit("r")
-    busy = lab.to(lab.decode)
-    name = busy.removesuffix(".1")
+    busy, name = lab.busy()
     lab.tell(SetRole(name, "prefill", 30.0))
     lab.tokens(busy, "r", 1, 10, 9)
     for _ in range(6):
@@ -116,10 +108,7 @@ def test_a_worker_that_was_silent_meanwhile_still_changes(lab: Lab) -> None:
 
 
 def test_it_can_be_called_off(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.submit("r")
-    busy = lab.to(lab.decode)
-    name = busy.removesuffix(".1")
+    busy, name = lab.busy()
     lab.tell(SetRole(name, "prefill", 30.0))
     lab.tell(DrainWorker(name, undo=True))
     lab.tokens(busy, "r", 1, 10, 9, finish="length")
@@ -128,10 +117,7 @@ def test_it_can_be_called_off(lab: Lab) -> None:
 
 
 def test_the_last_decode_worker_stays_one(lab: Lab) -> None:
-    lab.colocated(2)
-    lab.submit("r")
-    busy = lab.to(lab.decode)
-    name = busy.removesuffix(".1")
+    busy, name = lab.busy()
     lab.tell(SetRole(name, "prefill", 30.0))
     (other,) = {"decode-0.1", "decode-1.1"} - {busy}
     lab.leaves(other)
@@ -180,10 +166,7 @@ def test_roles_may_change_at_any_time(seed: int) -> None:
         cluster.round(loss=0.05, lag=0.2)
     cluster.settle()
     assert changed > 3
-    assert all(isinstance(end.outcome, Finished) for end in cluster.ends.values())
-    assert len(cluster.ends) == len(cluster.requests)
-    for name in cluster.ends:
-        assert cluster.outputs[name] == cluster.expected(name)[0]
+    cluster.assert_all_served()
     for view in cluster.state.processes(cluster.now):
         assert (view.draining, view.changing_to, view.attempts) == (False, None, 0)
     roles = {process.peer.name: process.peer.role for process in cluster.processes.values()}

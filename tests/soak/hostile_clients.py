@@ -197,7 +197,7 @@ def plan(cluster: LocalCluster) -> dict[str, dict[str, object]]:
     metrics = [status.metrics_address for name in cluster.pids if (status := process(cluster, name))]
     stores = [status for name in cluster.pids if name.startswith("store") and (status := process(cluster, name))]
     api = cluster.addresses.api
-    endpoints = [cluster.addresses.endpoint, *(store.events_endpoint for store in stores)]
+    endpoints = [cluster.addresses.endpoint_of(0), *(store.events_endpoint for store in stores)]
     attacks: dict[str, dict[str, object]] = {
         "long_inputs": {"grpc_address": cluster.address},
         "operator_calls": {"grpc_address": cluster.address, "operator_path": cluster.operator.removeprefix("unix:")},

@@ -216,7 +216,7 @@ class DashboardFeed:
     def snapshot(self) -> bytes:
         self._seen = self._clock.now()
         monitor = self._driver.monitor
-        if self._snapshot[0] != monitor.sequence:
+        if self._snapshot[0] != monitor.samples.sequence:
             latest = monitor.snapshot(self._seen, _unix_ms(), self._driver.unready, self._models)
             self._snapshot = (latest.sequence, msgspec.json.encode(latest))
             self.snapshots += 1
