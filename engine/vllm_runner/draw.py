@@ -110,6 +110,7 @@ class SecondDraw(BatonDraw):
         self._on_device = DeviceSampler(runner.device)
         self.launched: tuple[Sequence[str], LaunchedDraws] | None = None
         """Of the step: the requests that draw, and their draws."""
+        self._ones = self._zeros = torch.empty(0)  # int32 on the device, as many as rows so far
 
     @property
     def names(self) -> Sequence[str]:
@@ -133,22 +134,25 @@ class SecondDraw(BatonDraw):
         if self.measured:
             self.rows = dict.fromkeys(names, _LARGEST_DRAW)
         drawing = [at for at, name in enumerate(names) if self.rows[name].draw is not None]
-        counts = torch.ones(len(names), dtype=torch.int32, device=logits.device)
-        tokens = torch.zeros(len(names), 1, dtype=torch.int64, device=logits.device)
-        if len(drawing) == len(names):
-            tokens = self._launch(logits, names)
-        elif drawing:
-            places = self._upload(drawing)
-            tokens.index_copy_(0, places, self._launch(logits[places], [names[at] for at in drawing]))
-            counts.zero_().index_fill_(0, places, 1)
+        if len(self._ones) < len(names):
+            self._ones, self._zeros = (
+                torch.full((len(names),), number, dtype=torch.int32, device=logits.device) for number in (1, 0)
+            )
+        ones, zeros = self._ones[: len(names)], self._zeros[: len(names)]
+        if len(drawing) == len(names):  # mostly so: nothing is launched for the counts
+            counts, tokens = ones, self._launch(logits, names)
         else:
-            counts.zero_()
+            places = self._upload(drawing)
+            counts = zeros.index_fill(0, places, 1)
+            tokens = torch.zeros(len(names), 1, dtype=torch.int64, device=logits.device)
+            if drawing:
+                tokens.index_copy_(0, places, self._launch(logits[places], [names[at] for at in drawing]))
         return SamplerOutput(
             sampled_token_ids=tokens,
             logprobs_tensors=None,
             num_nans=None,
             num_sampled=counts,
-            num_rejected=torch.zeros_like(counts),
+            num_rejected=zeros,
         )
 
     def _launch(self, logits: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
