@@ -9,16 +9,21 @@ besides: two layers of random weights, a tenth of the parameters. Its steps are 
 given: each is right with the share that the demo model's draft has (`docs/demo-model.md`). `heads` is the same text
 with four tied heads of random weights and an inner size of 256, whose guesses are given in the same way. `demo` is the
 demo model with its draft at temperature 1: its own draws are the text. `all` is the same with every guess of the draft
-verified, whatever it costs. `demo-heads` is the demo model with its heads. A ratio is tokens per second with over
-without. With one thread, seconds are those of the processor, so that other processes count less.
+verified, whatever it costs. `demo-heads` is the demo model with its heads. `--session` names a recorded agent session
+instead, JSON of one request a line: it keeps the first `keep` messages of the one before and has `append` after them.
+Each answer of the assistant is an output, with its calls as a chat template has them. The 6,000 tokens before it are
+its prompt. A ratio is tokens per second with over without. With one thread, seconds are those of the processor, so that
+other processes count less.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +38,7 @@ from decode_worker.drafter import Drafter
 from decode_worker.heads import HeadsDrafter
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
+from decode_worker.speculation import SpeculationStats
 from deploy.models import DEMO_MODEL, DRAFT_MODEL, HEADS
 from engine.cpu.packed_linear import PackedLinears
 from engine.engine import Engine
@@ -57,6 +63,8 @@ _ANIMALS = ("fox", "cat", "dog", "bear", "owl", "hen", "cow", "goat")
 _FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md"), "draft": ("docs", ".md"), "heads": ("docs", ".md")}
 _AGREES, _HEADS_AGREE = 0.94, 0.78  # share of the guesses that are right: of a draft model, of heads
 _WRONG = 31_999  # a token of no text
+_SESSION, _RECORDED = 1.0, 6_000  # least ratio of recorded sessions, and tokens before an answer
+_SHORTEST = 16  # tokens of an answer that is measured
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an output")
+    parser.add_argument("--session", type=Path, help="recorded agent sessions (JSONL, or that in gzip)")
+    parser.add_argument("--answers", type=int, default=29, help="of these, so many")
     args = parser.parse_args(argv)
     now = time.process_time if args.threads == 1 else time.perf_counter
 
@@ -74,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine = Engine.load(path, args.dtype, "cpu", _PAGES, _PAGE, head=True, threads=args.threads)
         return engine, calibrate(lambda each: _seconds(engine, each, now), now, _PAGE, _PAGES, 4_096, decodes=True)
 
+    if args.session is not None:
+        answers = [each for each in recorded(args.session, args.tokens) if len(each[0]) - each[1] >= _SHORTEST]
+        return _session(*load(models.directory(args.model)), answers[: args.answers], args.rounds, now)
     large = load(models.directory(args.model)), load(models.directory(args.draft))
     demo = load(DEMO_MODEL), load(DRAFT_MODEL)
     linear, dtype = PackedLinears(groups=False).linear, demo[0][0].dtype
@@ -104,6 +117,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = report.beside("speculation", f"{kind}-{batch}", "tokens/s", speeds[True], speeds[False])
         report.emit(report.judged(result, target, "high"))
     return 0
+
+
+def _session(
+    engine: Engine, steps: Sequence[StepSample], answers: Sequence[tuple[list[int], int]], rounds: int,
+    now: Callable[[], float],
+) -> int:  # fmt: skip
+    """Each answer of the recorded sessions in turn, with and without n-grams."""
+    report.say(report.machine())
+    outputs = sum(len(tokens) - prompt for tokens, prompt in answers)
+    speeds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(rounds):
+        for speculates in (number % 2 == 0, number % 2 == 1):
+            seconds, counts = 0.0, SpeculationStats()
+            for tokens, prompt in answers:
+                count = len(tokens) - prompt
+                speed, stats = run(engine, steps, [tokens], prompt, now, speculates=speculates, tokens=count)
+                seconds += (count - 1) / speed
+                if speculates:
+                    counts.drafts += stats.speculation.drafts
+                    counts.draft_tokens += stats.speculation.draft_tokens
+                    counts.accepted_tokens += stats.speculation.accepted_tokens
+            speeds[speculates].append((outputs - len(answers)) / seconds)
+            if speculates:
+                report.say(f"{len(answers)} answers of {outputs} tokens: {counts}")
+    result = report.beside("speculation", "session-1", "tokens/s", speeds[True], speeds[False])
+    report.emit(report.judged(result, _SESSION, "high"))
+    return 0
+
+
+def recorded(path: Path, most: int) -> Iterator[tuple[list[int], int]]:
+    """Yield the first tokens of each answer with those before it, and how many these are."""
+    tokenizer = Tokenizer.from_file(str(_TOKENIZER))
+    lines = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).splitlines()
+    history: list[tuple[str, str]] = []
+    for row in map(json.loads, lines):
+        del history[row["keep"] :]
+        for message in row["append"]:
+            calls = [call["function"] for call in message.get("tool_calls") or ()]
+            parts = [message["content"] or "", *(f'<tool_call>{{"name": {json.dumps(call["name"])}, "arguments": '
+                     f'{call["arguments"]}}}</tool_call>' for call in calls)]  # fmt: skip
+            if message["role"] == "assistant":
+                before = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in history)
+                known = tokenizer.encode(f"{before}<|im_start|>assistant\n").ids[-_RECORDED:]
+                yield [*known, *tokenizer.encode("\n".join(filter(None, parts))).ids[:most]], len(known)
+            history.append((message["role"], "\n".join(filter(None, parts))))
 
 
 def _seconds(engine: Engine, chunks: Sequence[Chunk], now: Callable[[], float]) -> float:
