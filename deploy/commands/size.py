@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from baton.checkpoint_files import read_object, text_settings
 from baton.checkpoints import hub
 from baton.config import MAX_RANKS, Bytes, Config, load
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError, InvalidRequest, UnsupportedModel
 from baton.system_memory import available_memory
 from deploy.commands.terminal import EngineOption, Json, command, err, new_table, out, print_json
 from deploy.commands.terminal import size as shown
 from deploy.control_plane.preflight import runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
-from engine.vllm_runner.layers import of_groups, of_stages
-from engine.vllm_runner.pages import FP8
-from engine.vllm_runner.requirements import STAGED_GROUPS
-from kvstore.layout import CODES, PageLayout
-from kvstore.window_groups import NO_GROUPS
+from engine.vllm_runner.layers import of_config, of_groups, of_stages
+from engine.vllm_runner.pages import FP8, largest_page
+from engine.vllm_runner.requirements import STAGED_GROUPS, page_size_lack
+from kvstore.layout import CODES, LATENT, STATES, PageLayout
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +99,12 @@ def size(
         "pages.page_size": page_size,
     }
     config = load(None, {**flags, "model.device": device.value, "model.engine": engine.value})
-    sizes = compute(config, _spec(model), context, concurrency, room)
+    try:
+        sizes = compute(config, _spec(model), context, concurrency, room)
+    except UnsupportedModel:
+        if engine is EngineOption.NATIVE:
+            raise
+        sizes = compute_pages(config, hub.resolve(model, ["config.json"]), context, concurrency, room)
     if as_json:
         print_json(sizes.as_json())
     else:
@@ -111,7 +118,7 @@ class Sizes:
     """The answer, of one rank: the one that takes most. Bytes, unless a name says something else; `vllm`: its runner
     computes; `fits` is the number of sequences of `context` tokens. `parameters` are the model's."""
 
-    parameters: int
+    parameters: int | None
     dtype: str
     kv_dtype: str
     device: str
@@ -129,6 +136,7 @@ class Sizes:
     bound: str
     fits: int
     longest: int  # tokens of one sequence alone
+    snapshot_bytes: int = 0  # of the recurrent states of a sequence, as a page of each group keeps them
 
     def as_json(self) -> dict[str, Any]:
         workers = {"decode": self.decode, "prefill": self.prefill}
@@ -171,9 +179,7 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
     if lack := quantization_lack(spec, device, model.dtype, model.native, model.quantization):
         raise InvalidRequest(lack)
     kind, maker = TORCH_DTYPES[dtype], linear_maker(device, spec, model.quantization)
-    pages_of_context = -(-context // page_size)
-    seen = min(pages_of_context, (groups.tokens + page_size - 2) // page_size + 1)  # by one token
-    per_sequence, per_prompt = (pages_of_context + groups.count * each for each in (seen, pages_of_context))
+    seen, per_sequence, per_prompt = _pages(context, page_size, groups)
 
     def rank(own: range) -> tuple[int, PageLayout]:
         """The weights and the page of a rank of the stage with these layers."""
@@ -207,6 +213,53 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
         per_sequence * concurrency * whole.page_bytes, decode, prefill, memory.free, bound,
         pages // per_sequence, min(alone * page_size, spec.max_positions),
     )  # fmt: skip
+
+
+def compute_pages(config: Config, path: Path, context: int, concurrency: int, room: int | None) -> Sizes:
+    """Compute the sizes of a model that only vLLM's runner may know, from the config in `path`. Weights are what its
+    files here take, nothing where there are none, and activations are not known.
+
+    Raises ModelError for a config that makes no sense, InvalidRequest for pages, ranks and stages that can't hold it.
+    """
+    from engine.models.memory import WorkerMemory
+
+    raw, model, page_size = read_object(path / "config.json"), config.model, config.pages.page_size
+    text, ranks, on_cpu = text_settings(raw), model.tensor_parallel_size, runs_on_cpu(config, "decode")
+    if model.pipeline_parallel_size > 1:
+        raise InvalidRequest("stages are sized of models of our own engine: leave out --pipeline-parallel-size")
+    if lack := page_size_lack(text, page_size, "cpu" if on_cpu else "cuda", model.dtype, ranks):
+        raise InvalidRequest(lack)
+    whole = largest_page(text, model.dtype, page_size, model.kv_cache_dtype, ranks)
+    shared = 1 if whole.form == LATENT else ranks
+    if whole.num_kv_heads % shared:
+        raise InvalidRequest(f"{ranks} ranks can't share {whole.num_kv_heads} KV heads evenly")
+    layers, groups = of_config(text, page_size) if on_cpu else (whole.num_layers, NO_GROUPS)
+    layout = replace(whole, num_layers=layers, num_kv_heads=whole.num_kv_heads // shared)
+    seen, per_sequence, per_prompt = _pages(context, page_size, groups)
+    weights = sum(file.stat().st_size for file in path.glob("*.safetensors")) // ranks
+    decode, prefill = (
+        WorkerMemory(weights, pages * layout.page_bytes, 0)
+        for pages in (per_sequence * concurrency, per_prompt * config.prefill.max_num_seqs)
+    )
+    memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, ranks)
+    pages = max(0, memory.free - (decode.total - decode.pages)) // layout.page_bytes
+    alone = max(pages - groups.count * seen, pages // (1 + groups.count))
+    limit = text.get("max_position_embeddings") or alone * page_size
+    snapshot = layout.page_bytes * (groups.count + (layout.form == STATES)) * groups.states
+    return Sizes(
+        None, whole.dtype, layout.dtype, "cpu" if on_cpu else "cuda", True, ranks, context, concurrency,
+        layout.token_bytes * (layout.form != STATES), layout.page_bytes, per_sequence * concurrency,
+        per_sequence * concurrency * layout.page_bytes * shared, decode, prefill, memory.free, bound,
+        pages // per_sequence, min(alone * page_size, limit), snapshot,
+    )  # fmt: skip
+
+
+def _pages(context: int, page_size: int, groups: WindowGroups) -> tuple[int, int, int]:
+    """Return the pages of each group that a token of this context sees, and those of a whole sequence on a decode
+    worker and of its prompt on a prefill worker."""
+    pages = -(-context // page_size)
+    seen = min(pages, (groups.tokens + page_size - 2) // page_size + 1)
+    return seen, pages + groups.count * seen, pages * (1 + groups.count)
 
 
 def _stage_bytes(spec: ModelSpec, kind: torch.dtype, maker: LinearMaker, own: range) -> int:
@@ -255,9 +308,11 @@ def _spec(model: str) -> ModelSpec:
 
 def _show(model: str, sizes: Sizes, settings: list[str]) -> None:
     """`settings` are those that a cluster of these sizes has otherwise than by default."""
+    of = "weights as their files here" if sizes.parameters is None else f"{sizes.parameters / 1e6:,.1f} M parameters"
+    states = f"; {shown(sizes.snapshot_bytes)} of states behind a page" if sizes.snapshot_bytes else ""
     out.print(
-        f"[bold]{escape(model)}[/]: {sizes.parameters / 1e6:,.1f} M parameters in {sizes.dtype} on {sizes.device}; KV "
-        f"in {sizes.kv_dtype}, {shown(sizes.kv_bytes_per_token)} a token, {shown(sizes.page_bytes)} a page"
+        f"[bold]{escape(model)}[/]: {of} in {sizes.dtype} on {sizes.device}; KV in {sizes.kv_dtype}, "
+        f"{shown(sizes.kv_bytes_per_token)} a token, {shown(sizes.page_bytes)} a page{states}"
     )
     table = new_table("one worker" if sizes.ranks == 1 else f"one of {sizes.ranks} ranks", ">decode", ">prefill")
     for row in ("weights", "pages", "activations", "process", "total"):

@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.errors import UnsupportedModel
 from engine.vllm_runner.device_memory import await_memory
+from engine.vllm_runner.layers import STATE_WINDOW
 from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.pages import group_layers, largest_page
@@ -29,8 +30,6 @@ _MLA_ON_CPU = {
     # vLLM's own operation for rotary embeddings leaves the strided tensors of MLA as they are: wrong tokens, no error.
     "compilation_config": {"custom_ops": ["none"]},
 }
-STATE_WINDOW = 2
-"""A recurrent state as a window: a token looks at the state after the one before it."""
 NULL_BLOCKS = 1  # vLLM keeps its first block for padding; page i is block i + 1
 
 

@@ -21,6 +21,7 @@ from baton.errors import BatonError, DeviceLost
 from engine.cuda.errors import device_errors
 from engine.vllm_runner import messages
 from engine.vllm_runner.device_memory import lacks_of_memory
+from engine.vllm_runner.layers import STATE_WINDOW
 from engine.vllm_runner.messages import (
     AddAdapter,
     Answer,
@@ -73,7 +74,7 @@ class Child:
     def __init__(self, order: Load) -> None:
         import torch
 
-        from engine.vllm_runner.bring_up import NULL_BLOCKS, STATE_WINDOW, bring_up, lora_requests
+        from engine.vllm_runner.bring_up import NULL_BLOCKS, bring_up, lora_requests
         from engine.vllm_runner.steps import Steps
 
         torch.set_num_threads(max(1, order.threads // order.stage_ranks))

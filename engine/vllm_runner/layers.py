@@ -2,9 +2,15 @@
 
 # pyright: strict
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from engine.models.config_file import ConfigFile
+from engine.vllm_runner.pages import attending_layers, group_layers, has_states, states_only
 from kvstore.window_groups import NO_GROUPS, WindowGroups
+
+STATE_WINDOW = 2
+"""A recurrent state as a window: a token looks at the state after the one before it."""
 
 
 def of_stages(layers: int, stages: int) -> list[range]:
@@ -27,3 +33,13 @@ def of_groups(windows: Sequence[int | None], page_size: int) -> tuple[int, Windo
         return len(windows), NO_GROUPS
     layers = windowed if windowed < 1.5 * main else main
     return layers, WindowGroups(-(-windowed // layers), widths[0], page_size)
+
+
+def of_config(config: Mapping[str, Any], page_size: int) -> tuple[int, WindowGroups]:
+    """Return the same from a model's config. Raises ModelError for sizes that are none."""
+    layers = ConfigFile(config).count("num_hidden_layers")
+    if not has_states(config):
+        window, kinds = config.get("sliding_window"), config.get("layer_types") or ["full_attention"] * layers
+        return of_groups([window if kind == "sliding_attention" else None for kind in kinds], page_size)
+    main = group_layers(layers) if states_only(config) else attending_layers(config)
+    return main, WindowGroups(layers // max(1, main) - 1, STATE_WINDOW, page_size, states=True)

@@ -128,6 +128,15 @@ def states_only(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") == "mamba2"
 
 
+def attending_layers(config: Mapping[str, Any]) -> int:
+    """Return how many layers of a model with states attend, and keep K and V. Raises ModelError for sizes that are
+    none."""
+    own, kinds = ConfigFile(config), config.get("layer_types")
+    if not kinds and config["model_type"] == "qwen3_next":
+        return own.count("num_hidden_layers") // own.count("full_attention_interval", 4)
+    return sum(kind in ("attention", "full_attention") for kind in kinds or ())
+
+
 def group_layers(layers: int) -> int:
     """Return how many layers of a model whose layers all keep states share a page. The fewer they are, the less a
     hand-off carries beside the last state: of each page, the states of one group."""
@@ -156,7 +165,7 @@ def lacks_for_states(
     """Say why vLLM's runner can't keep the recurrent states of a model. `cpu` describes the CPU, its flags as words.
     Raises ModelError for sizes that are none."""
     own, delta = ConfigFile(config), config["model_type"] == "qwen3_next"
-    layers, kinds = own.count("num_hidden_layers"), config.get("layer_types")
+    layers = own.count("num_hidden_layers")
     if device != "cpu":
         yield "recurrent states are kept on a CPU only"
     divided = _STATES[config["model_type"]](own, ranks).divided
@@ -172,9 +181,7 @@ def lacks_for_states(
         return
     if delta and device == "cpu":
         yield from _lacks_for_delta(own, largest_page(config, dtype, 1, "auto").dtype, cpu)
-    attending = sum(kind in ("attention", "full_attention") for kind in kinds or ())
-    if delta and not kinds:
-        attending = layers // own.count("full_attention_interval", 4)
+    attending = attending_layers(config)
     if not attending or layers % attending or layers < 2 * attending:
         yield f"layers with recurrent states must be a multiple of those with attention: {attending} of {layers}"
 

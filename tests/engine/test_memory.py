@@ -24,7 +24,14 @@ from engine.models.linear import Dense, PlainLinears
 from engine.models.memory import activation_bytes, weight_bytes
 from engine.models.weights import MlpWeights, expected_tensors
 from engine.spec import ExpertsSpec, ModelSpec
+from tests.engine.test_engine_choice import GPT_OSS, GRANITE, MAMBA2
 from tests.engine.test_experts import expert_layer
+
+WINDOWS = {
+    "architectures": ["GptOssForCausalLM"],
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 70,
+}
 
 BASE: dict[str, Any] = {
     "vocab_size": 4_000, "hidden_size": 512, "intermediate_size": 1_400, "num_attention_heads": 8,
@@ -260,6 +267,37 @@ def test_what_fits_with_layers_in_groups(tmp_path: Path) -> None:
     assert "stages don't divide" in " ".join(result.output.split())
     on_gpu = CliRunner().invoke(app, [*argv[:2], "--device", "cuda", *argv[4:], "--pipeline-parallel-size", "2"])
     assert "on a CPU only" in " ".join(on_gpu.output.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "token", "page", "pages", "snapshot"),
+    [
+        (GRANITE, 1, 512, 64 * 512, 16 + 3 * 2, 3 * 64 * 512),
+        (GRANITE, 2, 256, 64 * 256, 16 + 3 * 2, 3 * 64 * 256),
+        (MAMBA2, 1, 0, 19_840, 16 + 63 * 2, 64 * 19_840),
+        (GPT_OSS | WINDOWS, 1, 1024, 65_536, 19, 0),
+    ],
+    ids=["states", "states of two ranks", "states alone", "groups"],
+)
+def test_what_fits_of_models_that_vllm_alone_knows(
+    config: dict[str, Any], ranks: int, token: int, page: int, pages: int, snapshot: int, tmp_path: Path
+) -> None:
+    """From config.json, and from the sizes of files. A decode worker keeps two states of a group."""
+    more = {"max_position_embeddings": 4096, "num_key_value_heads": config.get("num_key_value_heads", 4)}
+    (tmp_path / "config.json").write_text(json.dumps(config | more))
+    (tmp_path / "model.safetensors").write_bytes(bytes(6_000))
+    argv = ["size", str(tmp_path), "--device", "cpu", "--memory", "1GiB", "--context", "1000"]
+    argv += ["--tensor-parallel-size", str(ranks)]
+    sizes = json.loads(CliRunner().invoke(app, [*argv, "--page-size", "64", "--json"]).stdout)
+    assert (sizes["kv_bytes_per_token"], sizes["page_bytes"], sizes["snapshot_bytes"]) == (token, page, snapshot)
+    assert sizes["pages"] == 8 * pages
+    assert sizes["decode"]["pages"] == 8 * pages * page
+    assert sizes["pool"] == sizes["decode"]["pages"] * ranks
+    assert sizes["decode"]["weights"] * ranks == 6_000
+    assert sizes["fits"] == (2**30 - sizes["decode"]["total"] + sizes["decode"]["pages"]) // page // pages
+    assert ("of states behind a page" in CliRunner().invoke(app, [*argv, "--page-size", "64"]).output) == bool(snapshot)
+    refused = CliRunner().invoke(app, [*argv, "--page-size", "16"])
+    assert "--set pages.page_size=" in " ".join(refused.output.split())
 
 
 def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
