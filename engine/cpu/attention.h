@@ -127,7 +127,8 @@ struct Attention {
   const Shape& shape;
   const char* pool;  // [pages][kv_heads][layers] parts
   const T* queries;  // of each run in turn [kv_heads][its rows][group][padded]
-  T* output;         // [rows][heads][head_dim]
+  T* output;         // [rows][heads][head_dim], rows `stride` apart
+  int64_t stride;
   float* parts;      // of each run of few queries in turn [kv_heads][segments][its queries][padded + 2]
   std::atomic<int32_t>* ended;  // [runs][kv_heads]: segments of this layer
   int64_t layer, window;        // window 0: all are seen
@@ -143,7 +144,7 @@ struct Attention {
   }
   T* output_of(const Run& run, int64_t head, int64_t query) const {
     const int64_t group = shape.group();
-    return output + ((run.row + query / group) * shape.heads + head * group + query % group) * shape.head_dim;
+    return output + (run.row + query / group) * stride + (head * group + query % group) * shape.head_dim;
   }
 
   // A row of a part; of codes, made numbers in `to`.

@@ -42,6 +42,7 @@ constexpr int kCodeRows = kMany && !kTwo<T> ? 8 : kPassRows<T>;
 constexpr int64_t kFewRows = 64;     // that each thread norms for itself: it costs less than waiting for each other would
 constexpr int64_t kBlockRows = kHasTiles ? 512 : 256;  // with fewer, weights are read more often; with more, less is cached
 constexpr int64_t kShares = 8;       // for each thread, so that none waits long for another
+constexpr int64_t kPartBytes = 1 << 20;  // of inputs that all tiles pass over in turn: they stay in the second-level cache
 constexpr int kMostThreads = 256;
 constexpr int64_t kTilesFrom = 5;     // rows that are multiplied in tiles of AMX
 constexpr int64_t kCodeTilesFrom = 8;   // likewise with codes
@@ -136,21 +137,31 @@ namespace {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// Inputs of some rows, `stride` apart.
+// Rows of numbers, `stride` apart.
 template <class T>
-struct Inputs {
-  const Kept<T>* at;
+struct Rows {
+  const T* at;
   int64_t stride;
+  Rows from(int64_t row, int64_t number = 0) const { return {at + row * stride + number, stride}; }
 };
+template <class T>
+using Inputs = Rows<Kept<T>>;
+
+// How far apart rows of inputs begin: an odd number of cache lines. With 4 KiB, say, what a tile reads of its rows would have
+// room in one set of the first-level cache alone.
+template <class T>
+int64_t stride_of(int64_t inputs) {
+  return ((inputs * int64_t{sizeof(T)} + 63) / 64 | 1) * (64 / sizeof(T));
+}
 
 // Inputs as a pass reads them: as they are, or kept in `room`, [kPassRows][kBlockInputs].
 template <class T>
-Inputs<T> kept_inputs(const T* x, int64_t stride, int64_t rows, int64_t count, Kept<T>* room) {
+Inputs<T> kept_inputs(const Rows<T>& x, int64_t rows, int64_t count, Kept<T>* room) {
   if constexpr (std::is_same_v<T, Kept<T>>) {
-    return {x, stride};
+    return x;
   } else {
     for (int64_t r = 0; r < rows; ++r)
-      for (int64_t i = 0; i < count; i += kLanes) store16(room + r * kBlockInputs + i, load16(x + r * stride + i, count - i));
+      for (int64_t i = 0; i < count; i += kLanes) store16(room + r * kBlockInputs + i, load16(x.from(r, i).at, count - i));
     return {room, kBlockInputs};
   }
 }
@@ -199,9 +210,9 @@ void pass(int64_t rows, const char* weights, const Inputs<T>& x, int64_t steps, 
 }
 
 // As `tile` below, in tiles of AMX, and what is left of a span in vectors.
-void tile_in_tiles(const char* weights, const bf16* x, int64_t rows, int64_t steps, float* sums, const char* next,
+void tile_in_tiles(const char* weights, const Rows<bf16>& x, int64_t rows, int64_t steps, float* sums, const char* next,
                    Kept<bf16>* room, Tiles& tiles) {
-  const int64_t inputs = steps * 2, passes = (rows + kTiledRows - 1) / kTiledRows, rest = steps % kSpan;
+  const int64_t passes = (rows + kTiledRows - 1) / kTiledRows, rest = steps % kSpan;
   const int64_t block = rows <= kTiledRows ? steps - rest : kBlockSteps;
   for (int64_t from = 0; from < steps - rest; from += block) {
     const int64_t spans = least(steps - rest - from, block) / kSpan;
@@ -211,25 +222,25 @@ void tile_in_tiles(const char* weights, const bf16* x, int64_t rows, int64_t ste
     const char* ahead = at + (passes == 1 ? kTilesAhead : spans * kSpan * kStepBytes);
     for (int64_t p = 0; p < passes; ++p) {
       const int64_t row = p * kTiledRows;
-      tiles.multiply(at, x + row * inputs + from * 2, inputs, least(rows - row, kTiledRows), spans, from == 0,
+      tiles.multiply(at, x.from(row, from * 2).at, x.stride, least(rows - row, kTiledRows), spans, from == 0,
                      sums + row * kTile, ahead + p * spans * lines * 64, lines);
     }
   }
   if (!rest) return;
   for (int64_t row = 0, n; row < rows; row += n) {
     n = least(rows - row, kPassRows<bf16>);
-    const Inputs<bf16> input = kept_inputs(x + row * inputs + (steps - rest) * 2, inputs, n, rest * 2, room);
+    const Inputs<bf16> input = kept_inputs(x.from(row, (steps - rest) * 2), n, rest * 2, room);
     pass<bf16, 0>(n, weights + (steps - rest) * kStepBytes, input, rest, steps == rest, sums + row * kTile, next);
   }
 }
 
 // One tile for all rows: `x` [rows][steps] words → `sums` [rows][kTile]. `next` is what this thread reads after it.
 template <class T>
-void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* sums, const char* next, Kept<T>* room,
+void tile(const char* weights, const Rows<T>& x, int64_t rows, int64_t steps, float* sums, const char* next, Kept<T>* room,
           Tiles& tiles) {
   if constexpr (kApart<T>)
     if (rows >= kTilesFrom && tiles.allowed()) return tile_in_tiles(weights, x, rows, steps, sums, next, room, tiles);
-  const int64_t inputs = steps * kWord<T>, passes = (rows + kPassRows<T> - 1) / kPassRows<T>;
+  const int64_t passes = (rows + kPassRows<T> - 1) / kPassRows<T>;
   for (int64_t from = 0; from < steps; from += kBlockSteps) {
     const int64_t count = least(steps - from, kBlockSteps);
     const char* block = weights + from * kStepBytes;
@@ -237,7 +248,7 @@ void tile(const char* weights, const T* x, int64_t rows, int64_t steps, float* s
     for (int64_t p = 0; p < passes; ++p) {
       const Range own = share(rows, static_cast<int>(p), static_cast<int>(passes));
       const int64_t n = own.last - own.first;
-      const Inputs<T> input = kept_inputs(x + own.first * inputs + from * kWord<T>, inputs, n, count * kWord<T>, room);
+      const Inputs<T> input = kept_inputs(x.from(own.first, from * kWord<T>), n, count * kWord<T>, room);
       float* output = sums + own.first * kTile;
       // Between them the passes ask for the four lines of every step of the next block, once each.
       if (passes == 1) {
@@ -350,26 +361,34 @@ void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, cons
 }
 
 #ifdef BATON_TILES
-// Adds what G groups came to, [G][rows][columns], to sums, scaled.
-template <int G>
+// Adds what G groups came to, [G][rows][columns], to sums, scaled; with M and minimums.
+template <int G, bool M>
 void add_groups(const Weight& weight, const char* tile, const float* part, const Totals& totals, int64_t rows, int64_t column,
                 int64_t columns, bool first, float* sums) {
-  for (int64_t c = 0; c < columns; c += kLanes) {
-    Floats scale[G], minimum[G];
-    for (int g = 0; g < G; ++g) {
-      const Scales scales{weight, tile + g * group_bytes(weight)};
-      scale[g] = scales.scale(column + c);
-      if (weight.minimums) minimum[g] = scales.minimum(column + c);
-    }
+  for (int64_t c = 0; c < columns; c += 2 * kLanes) {
+    Floats scale[G][2], minimum[G][2];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const Scales scales{weight, tile + g * group_bytes(weight)};
+        scale[g][v] = scales.scale(column + c + v * kLanes);
+        if (M) minimum[g][v] = scales.minimum(column + c + v * kLanes);
+      }
     for (int64_t r = 0; r < rows; ++r) {
       float* const to = sums + r * kTile + column + c;
-      Floats so_far = first ? zeros() : load16(to);
+      Floats so_far[2] = {first ? zeros() : load16(to), first ? zeros() : load16(to + kLanes)};
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        so_far = fma(load16(part + (g * rows + r) * columns + c), scale[g], so_far);
-        if (weight.minimums) so_far = fma(filled(totals.at[r * totals.stride + g]), minimum[g], so_far);
+        const Floats total = M ? filled(totals.at[r * totals.stride + g]) : zeros();
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          so_far[v] = fma(load16(part + (g * rows + r) * columns + c + v * kLanes), scale[g][v], so_far[v]);
+          if (M) so_far[v] = fma(total, minimum[g][v], so_far[v]);
+        }
       }
-      store16(to, so_far);
+      store16(to, so_far[0]);
+      store16(to + kLanes, so_far[1]);
     }
   }
 }
@@ -377,7 +396,7 @@ void add_groups(const Weight& weight, const char* tile, const float* part, const
 // As `code_tile` below, in tiles of AMX. `words` is for [kBlockInputs] codes made bf16, and behind them what their groups
 // come to.
 template <class Bits>
-void code_tile_in_tiles(const Weight& weight, const char* tile, const bf16* x, const Totals& totals, int64_t rows,
+void code_tile_in_tiles(const Weight& weight, const char* tile, const Rows<bf16>& x, const Totals& totals, int64_t rows,
                         int64_t inputs, float* sums, const char* next, uint32_t* words, Tiles& tiles) {
   const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / 2, all = inputs / group;
   auto* const part = reinterpret_cast<float*>(words + kBlockInputs / 2 * kTile);  // [groups of a block][32][32]
@@ -399,10 +418,11 @@ void code_tile_in_tiles(const Weight& weight, const char* tile, const bf16* x, c
         const int64_t lines = p || column ? 0 : bytes / (steps / kSpan) / 64;
         for (int64_t g = 0; g < count; ++g)
           tiles.multiply_part(reinterpret_cast<const char*>(words + g * steps * kTile + column),
-                              x + row * inputs + (begin + g) * group, inputs, n, steps / kSpan, part + g * n * columns,
+                              x.from(row, (begin + g) * group).at, x.stride, n, steps / kSpan, part + g * n * columns,
                               ahead + g * bytes, lines);
         with_count<kBlockInputs / (2 * kSpan)>(count, [&](auto some) {
-          add_groups<some>(weight, at, part, own, n, column, columns, begin == 0, sums + row * kTile);
+          const auto add = weight.minimums ? add_groups<some, true> : add_groups<some, false>;
+          add(weight, at, part, own, n, column, columns, begin == 0, sums + row * kTile);
         });
       }
     }
@@ -413,7 +433,7 @@ void code_tile_in_tiles(const Weight& weight, const char* tile, const bf16* x, c
 // One tile of codes for all rows: `x` [rows][inputs] → `sums` [rows][kTile]. Few rows have factors made in registers, many in
 // `block`, for [kBlockInputs][kTile] codes. `next` is what this thread reads after it.
 template <class T, class Bits>
-void code_tile(const Weight& weight, const char* tile, const T* x, const Totals& totals, int64_t rows, int64_t inputs,
+void code_tile(const Weight& weight, const char* tile, const Rows<T>& x, const Totals& totals, int64_t rows, int64_t inputs,
                float* sums, const char* next, Factors<T>* block, Kept<T>* room, Tiles& tiles) {
 #ifdef BATON_TILES
   if constexpr (kApart<T>)
@@ -441,7 +461,7 @@ void code_tile(const Weight& weight, const char* tile, const T* x, const Totals&
     for (int64_t p = 0; p < passes; ++p) {
       const Range own = share(rows, static_cast<int>(p), static_cast<int>(passes));
       const int64_t n = own.last - own.first;
-      const Inputs<T> input = kept_inputs(x + own.first * inputs + begin, inputs, n, count, room);
+      const Inputs<T> input = kept_inputs(x.from(own.first, begin), n, count, room);
       const auto pass = [&](auto some, const auto& from) {
         for (int64_t i = 0; i < count; i += group)
           group_pass<T, some>(from(i), {weight, at(i)}, {input.at + i, input.stride},
@@ -483,7 +503,7 @@ class Carver {
 // What one thread alone reads and writes.
 template <class T>
 struct Private {
-  T* normed;          // [up to kFewRows][hidden]
+  T* normed;          // [up to kFewRows][hidden_stride_]
   Factors<T>* block;  // of [kBlockInputs][kTile] codes
   float* totals;      // of inputs, [as many rows as in `sums`][groups]
   const T* totalled;  // what those inputs are; null: none
@@ -524,6 +544,8 @@ class Step {
       : m(model), b(batch), pool_(pool), threads_(pool->threads()),
         shape_{m.heads, m.kv_heads, m.head_dim, m.page_size, m.layers, m.element, m.fp8} {
     qkv_size_ = round_up((m.heads + 2 * m.kv_heads) * m.head_dim, kTile);
+    hidden_stride_ = stride_of<T>(m.hidden);
+    attended_stride_ = stride_of<T>(m.heads * m.head_dim);
     const int64_t rows = least(b.rows, block_end(0, b.rows) + kBlockRows / 4), few = least(rows, kFewRows);
     const int64_t group = shape_.group(), samples = b.logits ? b.sample_count : 0;
     int64_t longest = 0;
@@ -536,18 +558,18 @@ class Step {
     sin_ = carve.take<float>(m.ropes * b.rows * m.half);
     picked_ = carve.take<float>(rows * m.hidden);
     added_ = carve.take<float>(m.layer[0].output_norm ? rows * m.hidden : 0);
-    normed_ = carve.take<T>(b.rows > kFewRows ? rows * m.hidden : 0);
+    normed_ = carve.take<T>(b.rows > kFewRows ? rows * hidden_stride_ : 0);
     qkv_ = carve.take<float>(rows * qkv_size_);
     queries_ = carve.take<T>(rows * m.heads * shape_.padded());
-    attended_ = carve.take<T>(rows * m.heads * m.head_dim);
+    attended_ = carve.take<T>(rows * attended_stride_);
     const int64_t routed = rows * m.most_top_k;
-    activated_ = carve.take<T>(std::max(rows * m.inner, routed * m.expert_inner));
+    activated_ = carve.take<T>(std::max(rows * stride_of<T>(m.inner), routed * stride_of<T>(m.expert_inner)));
     likely_ = carve.take<float>(rows * round_up(m.most_experts, kTile));
     chosen_ = carve.take<Choice>(routed);
-    arranged_ = carve.take<T>(std::max(rows, least(samples, kFewRows)) * m.ordered);
+    arranged_ = carve.take<T>(std::max(rows, least(samples, kFewRows)) * stride_of<T>(m.ordered));
     begin_of_ = carve.take<int64_t>(m.most_experts + 1);
     busy_ = carve.take<int64_t>(m.most_experts);
-    gathered_ = carve.take<T>(routed * m.hidden);
+    gathered_ = carve.take<T>(routed * hidden_stride_);
     made_ = carve.take<float>(routed * m.hidden);
     ended_ = carve.take<std::atomic<int32_t>>(rows * m.kv_heads);
     slot_ = carve.take<int64_t>(rows);
@@ -556,7 +578,7 @@ class Step {
     parts_ = carve.take<float>(segments > 1 ? rows * m.heads * segments * (shape_.padded() + 2) : 0);
     for (int thread = 0; thread < threads_; ++thread) {
       Private<T>& own = own_[thread];
-      own.normed = carve.take<T>(few * m.hidden);
+      own.normed = carve.take<T>(few * hidden_stride_);
       own.block = carve.take<Factors<T>>(kBlockInputs / kWord<T> * (kTile / kLanes));
       own.totals = carve.take<float>(std::max(rows, least(samples, kFewRows)) * most_inputs / kLeastGroup);
       own.room = carve.take<Kept<T>>(kPassRows<T> * kBlockInputs);
@@ -629,7 +651,7 @@ class Step {
     const bool some = last && block.samples < block.rows();
     if (thread == 0 && (l == 0 || some || !only)) plan(block, some);  // read after the first meeting
     float* const x = x_ + block.first * m.hidden;
-    const T* normed = norm(x, block.rows(), layer.input_norm, thread);
+    const Rows<T> normed = norm(x, block.rows(), layer.input_norm, thread);
     const int64_t made = (layer.output.tiles ? m.heads + 2 * m.kv_heads : 2 * m.kv_heads) * m.head_dim;
     const Weight& after = last && !block.samples ? m.layer[0].qkv : layer.output;
     multiply({layer.qkv, made, m.hidden}, normed, block.rows(), {after, m.hidden, m.heads * m.head_dim}, thread,
@@ -659,22 +681,24 @@ class Step {
     const Matrix output{layer.output, m.hidden, m.heads * m.head_dim}, down{layer.down, m.hidden, m.inner};
     attend(layer, l, thread);
     meet();
-    add(output, attended_, rows, gate_up, x, layer.output_bias, layer.output_norm, thread);
-    const T* normed = norm(x, rows, layer.mlp_norm, thread);
+    add(output, {attended_, attended_stride_}, rows, gate_up, x, layer.output_bias, layer.output_norm, thread);
+    const Rows<T> normed = norm(x, rows, layer.mlp_norm, thread);
     if (layer.router.tiles) return mix(layer, x, rows, normed, thread);
     multiply(gate_up, normed, rows, down, thread, activates(layer.gate_up_bias, m.inner));
     meet();
     const Matrix head{m.head, m.vocab, m.hidden}, qkv{next.qkv, qkv_size_, m.hidden};
-    add(down, activated_, rows, l + 1 == m.layers ? head : qkv, x, layer.down_bias, layer.down_norm, thread);
+    const Rows<T> activated{activated_, stride_of<T>(m.inner)};
+    add(down, activated, rows, l + 1 == m.layers ? head : qkv, x, layer.down_bias, layer.down_norm, thread);
   }
 
-  // What makes gate and up the input of `down`, [rows][inner].
+  // What makes gate and up the input of `down`.
   auto activates(const float* bias, int64_t inner) const {
-    return [this, bias, inner](int64_t column, int64_t first, int64_t count, const float* gate, const float* up) {
+    return [this, bias, inner, stride = stride_of<T>(inner)](int64_t column, int64_t first, int64_t count, const float* gate,
+                                                             const float* up) {
       const Floats gate_bias = bias16(bias, column, 2 * inner), up_bias = bias16(bias, inner + column, 2 * inner);
       for (int64_t row = 0; row < count; ++row) {
         const Floats g = load16(gate + row * kTile) + gate_bias, u = load16(up + row * kTile) + up_bias;
-        store16(activated_ + (first + row) * inner + column, (m.gelu ? gelu<T>(g) : silu<T>(g)) * u);
+        store16(activated_ + (first + row) * stride + column, (m.gelu ? gelu<T>(g) : silu<T>(g)) * u);
       }
     };
   }
@@ -711,14 +735,14 @@ class Step {
   }
 
   // RMSNorm of rows: of few, every thread's own.
-  const T* norm(const float* x, int64_t rows, const float* weight, int thread) {
+  Rows<T> norm(const float* x, int64_t rows, const float* weight, int thread) {
     const bool many = rows > kFewRows;
     T* const to = many ? normed_ : own_[thread].normed;
     const Range own = many ? share(rows, thread, threads_) : Range{0, rows};
     for (int64_t row = own.first; row < own.last; ++row)
-      norm_row(x + row * m.hidden, weight, to + row * m.hidden, m.hidden, m.norm_eps);
+      norm_row(x + row * m.hidden, weight, to + row * hidden_stride_, m.hidden, m.norm_eps);
     if (many) meet();
-    return to;
+    return {to, hidden_stride_};
   }
 
   static const char* tile_of(const Matrix& matrix, int64_t index) {
@@ -736,14 +760,14 @@ class Step {
   // Calls done(column, first row, rows, sums, those of the second matrix) for 16 outputs at a time, whose sums are kTile
   // apart. `after` is the matrix that is read next.
   template <class Done>
-  void multiply(const Matrix& matrix, const T* x, int64_t rows, const Matrix& after, int thread, const Done& done) {
+  void multiply(const Matrix& matrix, Rows<T> x, int64_t rows, const Matrix& after, int thread, const Done& done) {
     const int64_t tiles = tiles_of(matrix);
     own_[thread].totalled = nullptr;
     if (matrix.weight.order) {
       const Range own = share(rows, thread, threads_);
       for (int64_t row = own.first; row < own.last; ++row)
-        arrange(x + row * matrix.inputs, matrix.weight.order, arranged_ + row * matrix.inputs, matrix.inputs);
-      x = arranged_;  // which is read until the next meeting
+        arrange(x.from(row).at, matrix.weight.order, arranged_ + row * stride_of<T>(matrix.inputs), matrix.inputs);
+      x = {arranged_, stride_of<T>(matrix.inputs)};  // which is read until the next meeting
       meet();
     }
     const auto one = [&](int64_t t, int64_t first, int64_t count, const char* next) {
@@ -755,10 +779,11 @@ class Step {
         one(t, 0, rows, t + 1 < mine.last ? tile_of(matrix, t + 1) : own_tiles(after, thread));
       return;
     }
-    const int64_t cuts = least((kShares * threads_ + tiles - 1) / tiles, rows / (8 * kPassRows<T>));
+    const int64_t large = rows * x.stride * int64_t{sizeof(T)} / kPartBytes;
+    const int64_t cuts = least(std::max((kShares * threads_ + tiles - 1) / tiles, large), rows / (8 * kPassRows<T>));
     share_out(tiles * cuts, thread, [&](int64_t index) {
-      const Range part = share(rows, static_cast<int>(index % cuts), static_cast<int>(cuts));
-      one(index / cuts, part.first, part.last - part.first, tile_of(matrix, (index + threads_) / cuts % tiles));
+      const Range part = share(rows, static_cast<int>(index / tiles), static_cast<int>(cuts));
+      one(index % tiles, part.first, part.last - part.first, tile_of(matrix, (index + threads_) % tiles));
     });
   }
 
@@ -768,15 +793,15 @@ class Step {
   }
 
   template <class Done>
-  void multiply_tile(const Matrix& matrix, int64_t t, const T* x, int64_t first, int64_t count, const char* next,
+  void multiply_tile(const Matrix& matrix, int64_t t, const Rows<T>& x, int64_t first, int64_t count, const char* next,
                      int thread, const Done& done) {
     Private<T>& own = own_[thread];
-    const T* const input = x + first * matrix.inputs;
+    const Rows<T> input = x.from(first);
     const Totals totals{own.totals, matrix.weight.minimums ? matrix.inputs / matrix.weight.group : 0};
-    if (totals.stride && own.totalled != input) {  // for the same rows come in the same parts
-      own.totalled = input;
+    if (totals.stride && own.totalled != input.at) {  // for the same rows come in the same parts
+      own.totalled = input.at;
       for (int64_t i = 0; i < count * totals.stride; ++i)
-        own.totals[i] = total(input + i * matrix.weight.group, matrix.weight.group);
+        own.totals[i] = total(input.from(i / totals.stride, i % totals.stride * matrix.weight.group).at, matrix.weight.group);
     }
     const auto one = [&](int64_t index, float* sums, const char* then) {
       const char* const tiles = tile_of(matrix, index);
@@ -798,7 +823,7 @@ class Step {
   }
 
   // Adds a product, normed where there is a norm, to the residual stream.
-  void add(const Matrix& matrix, const T* input, int64_t rows, const Matrix& after, float* x, const float* bias,
+  void add(const Matrix& matrix, const Rows<T>& input, int64_t rows, const Matrix& after, float* x, const float* bias,
            const float* norm, int thread) {
     multiply(matrix, input, rows, after, thread,
              [&](int64_t column, int64_t first, int64_t count, const float* sums, const float*) {
@@ -828,7 +853,7 @@ class Step {
   // --- experts --------------------------------------------------------------------------------------------------------
 
   // What the experts of each row make of it, into the residual stream.
-  void mix(const Layer& layer, float* x, int64_t rows, const T* normed, int thread) {
+  void mix(const Layer& layer, float* x, int64_t rows, const Rows<T>& normed, int thread) {
     const Matrix router{layer.router, layer.expert_count, m.hidden};
     const int64_t wide = round_up(layer.expert_count, kTile), routed = rows * layer.top_k;
     multiply(router, normed, rows, router, thread,
@@ -844,10 +869,11 @@ class Step {
     if (thread == 0) sort_by_expert(layer, routed);
     meet();
     for (int64_t i = choices.first; i < choices.last; ++i)
-      arrange(normed + i / layer.top_k * m.hidden, layer.experts[chosen_[i].expert].gate_up.order,
-              gathered_ + chosen_[i].slot * m.hidden, m.hidden);
+      arrange(normed.from(i / layer.top_k).at, layer.experts[chosen_[i].expert].gate_up.order,
+              gathered_ + chosen_[i].slot * hidden_stride_, m.hidden);
     meet();
-    multiply_experts(m.expert_inner, m.hidden, gathered_, thread, activates(nullptr, m.expert_inner), [&](int64_t expert) {
+    const Rows<T> gathered{gathered_, hidden_stride_}, activated{activated_, stride_of<T>(m.expert_inner)};
+    multiply_experts(m.expert_inner, m.hidden, gathered, thread, activates(nullptr, m.expert_inner), [&](int64_t expert) {
       return Matrix{layer.experts[expert].gate_up, m.expert_inner, m.hidden, true};
     });
     meet();
@@ -855,7 +881,7 @@ class Step {
       for (int64_t row = 0; row < count; ++row)
         store16(made_ + (first + row) * m.hidden + column, load16(sums + row * kTile), m.hidden - column);
     };
-    multiply_experts(m.hidden, m.expert_inner, activated_, thread, keep, [&](int64_t expert) {
+    multiply_experts(m.hidden, m.expert_inner, activated, thread, keep, [&](int64_t expert) {
       return Matrix{layer.experts[expert].down, m.hidden, m.expert_inner};
     });
     meet();
@@ -906,7 +932,7 @@ class Step {
 
   // The product of each expert's rows with its matrix.
   template <class Done, class Of>
-  void multiply_experts(int64_t outputs, int64_t inputs, const T* x, int thread, const Done& done, const Of& matrix_of) {
+  void multiply_experts(int64_t outputs, int64_t inputs, const Rows<T>& x, int thread, const Done& done, const Of& matrix_of) {
     const int64_t tiles = tiles_of({{}, outputs, inputs}), count = busy_count_ * tiles;
     own_[thread].totalled = nullptr;
     share_out(count, thread, [&](int64_t index) {
@@ -1010,7 +1036,7 @@ class Step {
   }
 
   void attend(const Layer& layer, int64_t l, int thread) {
-    const Attention<T> attention{shape_, m.pool, queries_, attended_, parts_, ended_, l, layer.window,
+    const Attention<T> attention{shape_, m.pool, queries_, attended_, attended_stride_, parts_, ended_, l, layer.window,
                                 static_cast<float>(m.attention_scale)};
     share_out(unit_count_, thread, [&](int64_t index) {
       const Unit& unit = units_[index];
@@ -1029,7 +1055,7 @@ class Step {
 
   // Adds what the observed rows of a block attend to in this layer, each row on one thread, so always in one order.
   void observe(const Layer& layer, int64_t l, const Block& block, int thread) {
-    const Attention<T> attention{shape_, m.pool, queries_, nullptr, nullptr, nullptr, l, layer.window,
+    const Attention<T> attention{shape_, m.pool, queries_, nullptr, 0, nullptr, nullptr, l, layer.window,
                                 static_cast<float>(m.attention_scale)};
     const Range rows = share(b.observed_count, thread, threads_);
     for (int64_t i = rows.first; i < rows.last; ++i) {
@@ -1051,7 +1077,8 @@ class Step {
     const Matrix head{m.head, m.vocab, m.hidden};
     for (int64_t from = 0, rows; from < b.sample_count; from += rows) {
       rows = least(b.sample_count - from, kFewRows);
-      multiply(head, static_cast<const T*>(b.hidden) + from * m.hidden, rows, {m.layer[0].qkv, qkv_size_, m.hidden}, thread,
+      const Rows<T> hidden{static_cast<const T*>(b.hidden) + from * m.hidden, m.hidden};
+      multiply(head, hidden, rows, {m.layer[0].qkv, qkv_size_, m.hidden}, thread,
                [&](int64_t column, int64_t, int64_t count, const float* sums, const float*) {
                  for (int64_t row = 0; row < count; ++row) keep_logits(from + row, column, sums + row * kTile, own);
                });
@@ -1091,23 +1118,23 @@ class Step {
   Pool* const pool_;
   const int threads_;
   const Shape shape_;
-  int64_t qkv_size_, wides_ = 1, run_count_ = 0, unit_count_ = 0, memory_used_ = 0;
+  int64_t qkv_size_, hidden_stride_, attended_stride_, wides_ = 1, run_count_ = 0, unit_count_ = 0, memory_used_ = 0;
   float* x_;       // [rows][hidden], the residual stream
   float* picked_;  // likewise of a block's sample rows
-  T* normed_;      // [rows of a block][hidden]
-  T* arranged_;    // [rows of a block][ordered]: inputs of a product in its order
+  T* normed_;      // [rows of a block][hidden_stride_]
+  T* arranged_;    // [rows of a block][stride_of(ordered)]: inputs of a product in its order
   float* qkv_;     // [rows of a block][qkv_size_]
   T* queries_;     // of each run in turn [kv_heads][its rows][group][padded]
   float* added_;   // [rows of a block][hidden]: a product that is normed before it is added
   float* cos_;     // [ropes][rows][half]
   float* sin_;     // likewise
-  T* attended_;    // [rows of a block][heads · head_dim]
-  T* activated_;   // [rows of a block][inner]
+  T* attended_;    // [rows of a block][attended_stride_]
+  T* activated_;   // [rows of a block][stride_of(inner)]
   float* likely_;    // [rows of a block][experts]: how the router likes them
   Choice* chosen_;   // [rows of a block][top_k], by number
   int64_t* begin_of_;  // the first slot of each expert
   int64_t* busy_;    // the experts that have slots
-  T* gathered_;      // [slots][hidden]: their input
+  T* gathered_;      // [slots][hidden_stride_]: their input
   float* made_;      // [slots][hidden]: and output
   int64_t busy_count_ = 0;
   std::atomic<int32_t>* ended_;

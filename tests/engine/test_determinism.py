@@ -344,6 +344,22 @@ if AMX:
         "tiles: an output that does not shrink": [
             ("attention.h", "store16(to, load16(to) * shrink);", "store16(to, load16(to));")
         ],
+        "codes in tiles: those of the group before": [
+            ("forward.cpp", "at + g * bytes + scale_bytes(weight), s", "at + g / 2 * bytes + scale_bytes(weight), s")
+        ],
+        "codes in tiles: a scale of another group": [("forward.cpp", "tile + g * group_bytes(weight)}", "tile}")],
+        "codes in tiles: minimums left out": [("forward.cpp", "weight.minimums ? add_groups<some, true> :", "")],
+        "codes in tiles: totals of the first rows": [
+            ("forward.cpp", "totals.at + row * totals.stride + begin", "totals.at + begin")
+        ],
+        "codes in tiles: a block's sums left out": [
+            ("forward.cpp", "begin == 0, sums + row * kTile);", "true, sums + row * kTile);")
+        ],
+        "codes in tiles: a sum scaled last": [
+            ("forward.cpp", "load16(part + (g * rows + r) * columns + c + v * kLanes), scale[g][v], so_far[v])",
+             "load16(part + (g * rows + r) * columns + c + v * kLanes) * scale[g][v], filled(1.0f), so_far[v])")
+        ],
+        "inputs in rows that overlap": [("forward.cpp", "stride = stride_of<T>(inner)](", "stride = inner - 2](")],
     }  # fmt: skip
 
 
@@ -362,7 +378,7 @@ def test_a_mistake_in_the_kernels_is_found(
     (tmp_path / "cache").mkdir(mode=0o700)
     library = build.load(sources, tmp_path / "cache")
     monkeypatch.setattr(build, "library", lambda: library)
-    model = path("odd" if mistake.startswith("tiles") else "llama")
+    model = path({"tiles": "odd", "codes in tiles": "awq of llama"}.get(mistake.partition(":")[0], "llama"))
     engines = [Engine.load(model, "bfloat16", "cpu", PAGES, PAGE, True, threads=n) for n in (1, 2)]
 
     def compare(seed: int) -> None:
