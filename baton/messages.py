@@ -27,12 +27,13 @@ LOWEST_CLASS = 8
 """The priority of requests that fill gaps. No other is less urgent, and none more than its opposite."""
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MIXED = "mixed"  # as numerics of a namespace: its pages come from several classes of arithmetic
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 MAX_KEYS_PER_CALL = 1_024
 MAX_STEP_SAMPLES = 16
+MAX_RING = 8  # workers of a prompt
 MAX_GRAMMAR = 128 * 2**10  # characters of a schema, a regular expression or a grammar
 
 UNREADABLE = (ValueError, MsgspecError, RecursionError)
@@ -156,6 +157,7 @@ class ModelCard(Struct, frozen=True):
     window_pages: Count = 0  # that a token attends to at most; 0: some layer of the model attends to all tokens
     adapters: tuple[AdapterCard, ...] = ()  # in the order of their names
     numerics: Name | None = None  # the worker's own, where that of the namespace is MIXED
+    rings: bool = False  # it can compute chunks of a prompt beside other workers of its node (`RingPart`)
 
     @property
     def own_numerics(self) -> str:
@@ -407,9 +409,20 @@ class Decode(AttemptMessage, frozen=True):
     kv_compression: KvCompression | None = None  # none: every token attends to all before it
 
 
+class RingPart(Struct, frozen=True):
+    """What a worker does of a prompt that several of its node compute at a time, chunk by chunk, layer behind layer
+    (`engine.step.ring`). The worker at place 0 computes the last chunk and seals all pages. The others only help."""
+
+    first: Count  # page with which the first chunk begins; those before it are cached
+    pages: Annotated[int, Meta(ge=1, le=MAX_KEYS_PER_CALL)]  # of a chunk
+    place: Annotated[int, Meta(ge=0, lt=MAX_RING)]
+    workers: Annotated[int, Meta(ge=2, le=MAX_RING)]
+
+
 class Prefill(AttemptMessage, frozen=True):
     """Make every page of `tokens`, at least one full one, sealed and held in this worker's node store. Tokens at the
-    end that fill no page are a partial one. A prefill worker never samples."""
+    end that fill no page are a partial one. A prefill worker never samples. With a `ring` others compute a part of it,
+    as long as nothing comes between."""
 
     root: Key
     tokens: PackedTokens
@@ -417,6 +430,7 @@ class Prefill(AttemptMessage, frozen=True):
     priority: int = 0
     deadline_ms: Count | None = None
     adapter: str = ""  # as in Decode
+    ring: RingPart | None = None
 
 
 class Cancel(AttemptMessage, frozen=True):

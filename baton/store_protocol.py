@@ -52,15 +52,26 @@ class Reserve(LeaseMessage, frozen=True):
     apart: bool = False  # no key follows another one: each begins a chain, of which others are not told
 
 
+class ShareSlots(LeaseMessage, frozen=True):
+    """Slots for several processes that each write and read them, until the last of these leases has ended. They are
+    granted as soon as `members` processes have asked for them by one name, and never become pages."""
+
+    name: msg.Key
+    slots: Annotated[int, Meta(ge=1, le=2**20)]
+    members: Annotated[int, Meta(ge=2, le=msg.MAX_RING)]
+
+
 class Reserved(LeaseMessage, frozen=True):
-    """A slot to write for each key; none where the page is sealed already and nothing need be written."""
+    """A slot to write for each key; none where the page is sealed already and nothing need be written. Of shared slots,
+    all."""
 
     slots: tuple[int | None, ...]
 
 
 class NotReserved(LeaseMessage, frozen=True):
     """`full`: no slots free now; `orphan`: the parent isn't here; `quota`: too much reserved by this writer; `behind`:
-    another prompt waits for slots, and this one must hold nothing while it does (`kvstore.server.head_of_line`)."""
+    another prompt waits for slots, and this one must hold nothing while it does (`kvstore.server.head_of_line`). Of
+    shared slots, `full` and `quota` alone."""
 
     reason: Literal["full", "orphan", "quota", "behind"]
 
@@ -171,7 +182,9 @@ class StoreHeartbeat(msg.Message, frozen=True):
     leases: tuple[int, ...] = ()
 
 
-StoreCall: TypeAlias = Attach | Reserve | Seal | Acquire | Promote | Release | EndLease | PageCorrupt | LeaseHeartbeat
+StoreCall: TypeAlias = (
+    Attach | Reserve | ShareSlots | Seal | Acquire | Promote | Release | EndLease | PageCorrupt | LeaseHeartbeat
+)
 StoreReply: TypeAlias = (
     Attached
     | AttachRefused

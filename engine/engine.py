@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.errors import ModelError, NotEnoughMemory, UnsupportedModel
-from baton.messages import AdapterCard, PromptTokenLogprob
+from baton.messages import MAX_RING, AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.attention.torch_sdpa import TorchAttention
 from engine.checkpoint import rounding
@@ -53,6 +53,7 @@ from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import QUANTIZED_AT_LOAD, ModelSpec
 from engine.step.batch import Batch, Chunk, Floats, HiddenRow, Sampled, TokenDraw, flatten
+from engine.step.ring import LEFT, MARK_BYTES, LeaveRing, RingBroken
 from kvstore.layout import CODES, PageLayout
 from kvstore.window_groups import NO_GROUPS
 
@@ -121,6 +122,7 @@ class Engine:
         self._alarm: Callable[[], None] = lambda: None
         self.tracer = Tracer()  # of the loop that runs the steps
         self._mask_threads = MaskThreads()
+        self._mover: HostMover | None = None  # of a CPU, the last one
         self._sampler = sampler_for(pool.device)
         self._threads: ThreadPool | None = None
         library = build.library() if native and forward.runs(config, model_weights, pool, threads) else None
@@ -147,8 +149,17 @@ class Engine:
         self.no_page_weights = (
             "" if self.verifies else "only our own kernels for CPUs tell what tokens attend to, and they don't run here"
         )
+        self.no_rings = self._lack_for_rings()
         if self._cuda is not None:
             self._cuda = self._cuda._replace(launcher=self._launcher(CudaStreams(pool.device)))
+
+    def _lack_for_rings(self) -> str:
+        if self._native is None:
+            return "only our own kernels for CPUs hand layers on while they compute, and they don't run here"
+        size = self.layout.page_bytes
+        return (
+            f"a page of {size} bytes has no room for marks" if size % MARK_BYTES or size < MAX_RING * MARK_BYTES else ""
+        )
 
     @classmethod
     def load(
@@ -251,7 +262,8 @@ class Engine:
 
     def mover(self, *, verify: bool) -> Mover:
         if self._cuda is None:
-            return HostMover(self.pages, verify=verify)
+            self._mover = HostMover(self.pages, verify=verify)
+            return self._mover
         return OverlappedMover(self._cuda.copies, lambda: self._alarm(), self.layout.num_kv_heads, verify=verify)
 
     def check_device(self) -> None:
@@ -303,6 +315,8 @@ class Engine:
             return StepOutput([], {})
         with self.tracer.span("inputs", "engine"):
             batch = self._flatten(chunks)
+        if any(chunk.ring is not None for chunk in chunks):
+            return self._run_in_ring(batch, *chunks)
         masks = self._start_masks(chunks)
         weights = _weights(chunks, batch)
         scores: dict[int, list[PromptTokenLogprob]] = {}
@@ -318,6 +332,31 @@ class Engine:
         rows = [list(islice(drawn, len(each))) for each in draws]
         verified = {place: each[:-1] for place, each in enumerate(rows) if len(each) > 1}
         return StepOutput([each[-1] if each else None for each in rows], scores, verified, observed)
+
+    def _run_in_ring(self, batch: Batch, chunk: Chunk) -> StepOutput:
+        """Raises RingBroken; then what lies in the pages of this chunk, and in those that it waited for, is unknown."""
+        ring, arena = chunk.ring, None if self._mover is None else self._mover.arena
+        if ring is None or self.no_rings or arena is None or self._native is None:
+            raise ValueError(f"a chunk of a ring can't be computed here: {self.no_rings or 'there is no store'}")
+        copies = np.array([(chunk.pages[page], slot) for page, slot in (*ring.gives, *ring.takes)], np.int64)
+        copies, at = copies.reshape(-1, 2), np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0]
+        if copies.size and not 0 <= copies[:, 1].min() <= copies[:, 1].max() < arena.slots:
+            raise ValueError(f"slots {copies[:, 1].min()} to {copies[:, 1].max()} are not in an arena of {arena.slots}")
+        gives = len(list(ring.gives))
+        described = forward.Ring(
+            at + ring.slots[0] * arena.page_bytes, at, ring.name, ring.plan.part.place, ring.number, ring.awaits,
+            int(ring.patience * 1e9), gives, len(copies) - gives, copies.__array_interface__["data"][0],
+        )  # fmt: skip
+        with self.tracer.span("layers in a ring", "engine"):
+            self._native.run(batch, ring=described)
+        if described.broken:
+            raise RingBroken(f"chunk {ring.number - 1} of {ring.plan.count} did not come within {ring.patience:.2f} s")
+        return StepOutput([None], {})
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        if self._mover is not None and self._mover.arena is not None:
+            mark = np.frombuffer(self._mover.arena.slot(left.header), np.int64)[left.place * MARK_BYTES // 8 :]
+            mark[1], mark[0] = LEFT, left.name
 
     def _draw(
         self,

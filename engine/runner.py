@@ -23,6 +23,7 @@ from msgspec import Struct
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.step.batch import Chunk, Sampled
+from engine.step.ring import LeaveRing
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
 from kvstore.layout import PageLayout
@@ -116,6 +117,8 @@ class Runner(Protocol):
     """Why no chunk may have a `kv_window`; empty: each may."""
     no_page_weights: str
     """Why no token of a chunk may be `observed`; empty: each may."""
+    no_rings: str
+    """Why no chunk may have a `ring`; empty: each may."""
     verifies: bool
     """Chunks may have proposals (`Chunk.verify`). The logits of each row are those that it would have alone."""
 
@@ -131,6 +134,10 @@ class Runner(Protocol):
 
     def remove_adapter(self, digest: str) -> None:
         """Remove a LoRA adapter. No chunk names it any more, launched or to be launched."""
+        ...
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        """Mark that a ring has been left. No step in it is under way."""
         ...
 
     def duplicate(self, source: int, dest: int) -> None:

@@ -26,6 +26,7 @@ from engine.step.block_table import BlockTable
 from kvstore.client.transfer import PageFetch, PrefixLookup, StorePages
 from kvstore.load_or_recompute import LoadInProgress
 from kvstore.window_groups import NO_GROUPS, WindowGroups
+from prefill_worker.ring import Ring
 
 
 class PrefillPhase(Enum):
@@ -83,6 +84,7 @@ class PrefillRequest:
     last_chunk_cut: bool = False  # it was decided how its last pages are divided
     in_step: bool = False  # it is part of the step that runs
     looks_again: bool = False  # when that has ended it asks the store what there is, as at the start
+    ring: Ring | None = None  # others compute a part of it
     in_limbo: list[int] = field(default_factory=list[int])  # device pages that no step may write to yet
 
     @property
@@ -153,7 +155,13 @@ class PrefillRequest:
     @property
     def ready_to_step(self) -> bool:
         """It may be part of the next step."""
-        return self.phase is PrefillPhase.COMPUTING and self.pending > 0 and not self.in_limbo
+        joined = self.ring is None or bool(self.ring.slots)
+        return self.phase is PrefillPhase.COMPUTING and self.pending > 0 and not self.in_limbo and joined
+
+    @property
+    def helps(self) -> bool:
+        """Another worker makes its result, and this one a part of that."""
+        return self.ring is not None and self.ring.helps
 
     @property
     def awaits_store(self) -> bool:

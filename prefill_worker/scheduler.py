@@ -33,12 +33,13 @@ from baton.messages import (
     StepSample,
 )
 from baton.router_fairness import RouterFairness
-from baton.store_protocol import NotReserved, StoreCall, StoreReply
+from baton.store_protocol import NotReserved, Reserved, StoreCall, StoreReply
 from baton.waits import WaitEdge
 from engine.step.block_table import BlockTable
 from engine.step.limit import StepLimit
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
+from engine.step.ring import LeaveRing
 from engine.step.timing import WorkerStepTimes
 from kvstore.client.device_block_manager import FEWEST_COPIED, DeviceBlockManager, DuplicatePage
 from kvstore.client.refill import StoreRefill
@@ -62,12 +63,13 @@ from prefill_worker import shared_prefix
 from prefill_worker.chunking import build_batch
 from prefill_worker.last_chunk import CopyRate
 from prefill_worker.prefill_request import PrefillPhase, PrefillRequest
+from prefill_worker.ring import JOIN, Ring
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 _PATIENCE = 0.05  # of a step's time, at most waited for the store before it
 
 
-PrefillCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages
+PrefillCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages | LeaveRing
 PrefillEvent: TypeAlias = (
     Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
     | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed | PagesCompared
@@ -111,14 +113,16 @@ class PrefillScheduler:
         adapters: Collection[str] = (),
         recompute_share: float = 0.0,
         fixed_borders: bool = False,
+        rings: bool = False,
     ) -> None:
         """`calibration`: steps that were run before there was any work. `vocab_size`, where known: a token id of an
         order must be lower, because it would fail the whole step. `copies_overlap`: copies are made beside steps.
         `groups`: those of the model's layers that attend to a window. `adapters`: digests of those that orders may
         name. `recompute_share`: part of the pages that is checked. `fixed_borders`: see `engine.runner.Runner`; no
-        prompt begins in the middle of a page."""
+        prompt begins in the middle of a page. `rings`: a prompt may be computed beside other workers."""
         self._config = config
         self._fixed_borders = fixed_borders
+        self._rings = rings
         self._vocab_size = vocab_size
         self._adapters = adapters
         self._page_size = page_size
@@ -165,6 +169,8 @@ class PrefillScheduler:
                 return [*self._recomputation.compared(event)]
             case StepDone(plan=plan, seconds=seconds):
                 return self._step_done(plan, now - self._planned if seconds is None else seconds, now)
+            case StepFailed(plan=plan) | StepOutOfMemory(plan=plan) if any(chunk.ring for chunk in plan.values()):
+                return [c for job in self._in_step(plan) for c in self._leave_ring(job)]
             case StepOutOfMemory(plan=plan) if self._can_run_again(plan):
                 # Its prompts are in the next, smaller step.
                 return [c for job in self._in_step(plan) if job.looks_again for c in self._look_again(job)]
@@ -215,6 +221,7 @@ class PrefillScheduler:
         if (needed := len(keys) * (1 + self._groups.count)) > self._num_pages:
             message = f"the prompt takes {needed} pages and this worker has {self._num_pages}"
             return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
+        commands += [c for job in self._active for c in self._leave_ring(job)]
         active = self._active
         waits = self._fairness.must_wait(router, Counter(job.owner for job in active), now)
         full = waits or len(active) >= self._config.max_num_seqs
@@ -246,15 +253,19 @@ class PrefillScheduler:
             progressed_at=now,
             window=self._window,
         )
+        if order.ring is not None and self._rings and not active:
+            job.ring = Ring.of(order, job.total, self._page_size, self._step_limit.tokens, router)
         job.mark_complete(complete)
         job.in_limbo = self._blocks.in_limbo([*pages[complete:], *table[complete * self._groups.count :]])
         self._requests.add(job)
+        if order.ring is not None and order.ring.place and not job.helps:
+            return commands + self._end_help(job)
         return commands + self._start_lookup(job)
 
     def _allocate(self, keys: Sequence[bytes]) -> tuple[list[int], int, BlockTable] | None:
         """Device pages for a prompt, all or nothing, how many of them are complete, and its window pages."""
         if not self._groups.count:
-            allocation = shared_prefix.allocate_shared(self._blocks, keys, self._active)
+            allocation = shared_prefix.allocate_shared(self._blocks, keys, self._sharing)
             return None if allocation is None else (*allocation, BlockTable())
         if (allocation := self._groups.allocate(self._blocks, keys, len(keys))) is None:
             return None
@@ -264,8 +275,9 @@ class PrefillScheduler:
     @property
     def _sharing(self) -> list[PrefillRequest]:
         """The prompts that share device pages with others at hand. Where layers have groups none does: of what one has
-        loaded, another one lacks the window pages in its middle."""
-        return [] if self._groups.count else self._active
+        loaded, another one lacks the window pages in its middle. Nor does one that this worker only helps with: what
+        others have computed of it is not sealed."""
+        return [] if self._groups.count else [job for job in self._active if not job.helps]
 
     # --- prompts that begin alike -----------------------------------------------------------------------------------
 
@@ -301,9 +313,10 @@ class PrefillScheduler:
     # --- from phase to phase --------------------------------------------------------------------------------------
 
     def _start_lookup(self, job: PrefillRequest) -> list[PrefillCommand]:
+        left = self._leave_ring(job) if job.ring is not None and job.ring.lease else []
         job.phase = PrefillPhase.LOOKUP
         job.lookup = PrefixLookup(self._leases, job.keys[: job.full], job.sources)
-        return self._ask(job, job.lookup.leases, job.lookup.start())
+        return left + self._ask(job, job.lookup.leases, job.lookup.start())
 
     def _continue_lookup(
         self, job: PrefillRequest, lookup: PrefixLookup, event: TransferEvent, now: float
@@ -331,7 +344,9 @@ class PrefillScheduler:
     def _looked_up(self, job: PrefillRequest, hits: int, now: float) -> list[PrefillCommand]:
         """The store has, and holds for us, a prefix of `hits` pages."""
         job.stored = job.committed = job.offered = hits
-        return self._finish(job, now) if hits == job.to_commit else self._advance(job)
+        if hits == job.to_commit:
+            return self._end_help(job) if job.helps else self._finish(job, now)
+        return self._advance(job)
 
     def _advance(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Bring what the store has to the device, as far as computing the rest needs it, and compute the rest; unless
@@ -355,13 +370,16 @@ class PrefillScheduler:
 
     def _compute(self, job: PrefillRequest) -> list[PrefillCommand]:
         job.phase = PrefillPhase.COMPUTING if job.pending else PrefillPhase.COMMITTING
-        return self._copy_beginning(job) + self._reserve(job) + self._offer_pages(job)
+        joining = self._join_ring(job)
+        if job.name.request not in self._requests or job.helps:
+            return joining
+        return joining + self._copy_beginning(job) + self._reserve(job) + self._offer_pages(job)
 
     def _copy_beginning(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Begin in the middle of the next page, if a page is here that begins alike. Its last token is computed: copies
         out of the device come after steps, and after nothing else."""
         start = job.ready * self._page_size
-        if not job.pending or job.computed > start or self._groups.count or self._fixed_borders:
+        if not job.pending or job.computed > start or self._groups.count or self._fixed_borders or job.ring:
             return []
         if job.pages[job.ready] in job.in_limbo:
             return []
@@ -379,6 +397,35 @@ class PrefillScheduler:
         if not self._groups.count and (page == 0 or (above is not None and above.page == job.pages[page - 1])):
             tokens = job.tokens[page * self._page_size : (page + 1) * self._page_size]
             self._blocks.share_beginning(job.chain_before(page), pack_tokens(tokens), job.pages[page])
+
+    def _join_ring(self, job: PrefillRequest) -> list[PrefillCommand]:
+        """The pages that are cached are here. Other workers count on just these."""
+        if job.ring is None:
+            return []
+        if job.ring.lease or job.computed != job.ring.plan.part.first * self._page_size:
+            return self._leave_ring(job)
+        lease = next(self._leases)
+        return self._ask(job, (lease,), (job.ring.join(lease, job.progressed_at),))
+
+    def _leave_ring(self, job: PrefillRequest) -> list[PrefillCommand]:
+        """Go on alone behind what is complete, or not at all."""
+        if (ring := job.ring) is None:
+            return []
+        if ring.helps:
+            return self._end_help(job)
+        job.ring = None
+        return [*ring.leave(), *self._drop(ring.lease)]
+
+    def _end_help(self, job: PrefillRequest) -> list[PrefillCommand]:
+        account = Prefilled(*_named(job.name), computed=job.computed_here, hit=0, stored=0)
+        return [*self._drop_request(job), SendToRouter(account, job.owner)]
+
+    def _ring_heard(self, job: PrefillRequest, ring: Ring, event: TransferEvent) -> list[PrefillCommand]:
+        """What the store says of the shared slots."""
+        if not isinstance(event, Reserved):
+            return self._leave_ring(job)
+        ring.slots = [slot for slot in event.slots if slot is not None]
+        return []
 
     def _reserve(self, job: PrefillRequest) -> list[PrefillCommand]:
         """Ask for slots for the next pages that the store lacks."""
@@ -457,6 +504,7 @@ class PrefillScheduler:
         job.phase = PrefillPhase.DONE
         job.in_step = False  # where others have sealed its pages meanwhile: the end of the step must not revive it
         left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
+        left += self._leave_ring(job)
         self._recomputation.note(job.tokens, job.keys, min(job.ready, job.full), job.adapter)
         self._free(job)
         hit = job.total - -(-job.computed_here // self._page_size)
@@ -501,6 +549,8 @@ class PrefillScheduler:
             return self._continue_lookup(job, job.lookup, event, now)
         elif job.fetch is not None and lease in job.fetch.leases:
             return self._fetch_went_on(job, job.fetch, event)
+        elif job.ring is not None and lease == job.ring.lease:
+            return self._ring_heard(job, job.ring, event)
         elif job.store is not None and lease == job.store.lease:
             write = job.store
             commands: list[PrefillCommand] = [*self._copies.add_copies(write.handle(event))]
@@ -593,7 +643,9 @@ class PrefillScheduler:
         step = self._config.step_ms / 1_000
         self._leave_limbo()
         copy = self._copy_rate.seconds if self._copy_rate is not None else 0.0
-        plan = build_batch(self._requests.values(), self._step_costs, step, self._step_limit.tokens, copy)
+        plan = self._chunk_of_ring() or build_batch(
+            self._requests.values(), self._step_costs, step, self._step_limit.tokens, copy
+        )
         self._planned = now
         if not plan:
             return self._recomputation.plan()
@@ -602,6 +654,10 @@ class PrefillScheduler:
             job.first_step = now if job.first_step is None else job.first_step
             job.in_step = True
         return plan
+
+    def _chunk_of_ring(self) -> ScheduledBatch:
+        jobs = [(job, job.ring) for job in self._requests.values() if job.ring is not None and job.ready_to_step]
+        return {job.name: ring.chunk(job.tokens, job.pages, self._page_size, self._step_costs) for job, ring in jobs}
 
     def _leave_limbo(self) -> None:
         for job in self._requests.values():
@@ -617,14 +673,24 @@ class PrefillScheduler:
 
     def _step_done(self, plan: ScheduledBatch, seconds: float, now: float) -> list[PrefillCommand]:
         self._step += 1
-        self._step_costs.stepped(plan, seconds)
+        if not any(chunk.ring for chunk in plan.values()):  # or it may have waited for others
+            self._step_costs.stepped(plan, seconds)
         commands: list[PrefillCommand] = []
         for job in self._in_step(plan):
             chunk, before = plan[job.name], job.ready
+            job.computed_here += len(chunk.tokens) if job.ring is None or job.ring.helps else chunk.end - job.computed
             job.computed = chunk.end
-            job.computed_here += len(chunk.tokens)
             self._computed += len(chunk.tokens)
             job.progressed_at = now
+            if job.ring is not None:
+                following = job.ring.plan.next_own(job.ring.number + 1)
+                if following is None:
+                    job.ring.slots = ()  # others wait for what this worker has done, and for no more
+                    commands += self._leave_ring(job)
+                else:
+                    job.ring.number = following
+            if job.helps or job.name.request not in self._requests:
+                continue
             self._gained(job, before)
             if not job.pending:
                 job.phase = PrefillPhase.COMMITTING
@@ -645,8 +711,9 @@ class PrefillScheduler:
         """Free everything it holds. Its complete pages stay cached, here and in the store."""
         self._requests.remove(job)
         self._free(job)
+        left = [] if job.ring is None else job.ring.leave()
         leases = [lease for lease, owner in self._owners.items() if owner is job]
-        return [c for lease in leases for c in self._drop(lease)]
+        return [*left, *(c for lease in leases for c in self._drop(lease))]
 
     def _free(self, job: PrefillRequest) -> None:
         self._blocks.free([*job.pages, *job.window_pages.held])
@@ -669,6 +736,8 @@ class PrefillScheduler:
             elif job.awaits_store and now - job.progressed_at > most:
                 message = f"the store gave neither answers nor slots that last for {self._config.store_timeout_ms} ms"
                 commands += self._fail(job, StoreError.reason, message)
+            elif job.ring is not None and job.ring.lease and not job.ring.slots and now - job.ring.join_began > JOIN:
+                commands += self._leave_ring(job)
             elif job.retry_at is not None and now >= job.retry_at:
                 commands += self._reserve(job) + self._offer_pages(job)
         return commands

@@ -113,6 +113,8 @@ class AttemptCheck:
                 member.unassign(name)
             else:
                 self._manager.retry(request, f"{member.peer.name} does not have it", now)
+        elif current := self._manager.find_helped(member, name.request, name.attempt):
+            self._manager.release_helper(*current)
 
     def _unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
         """Its loop has stood still for cluster.heartbeat_timeout_ms and has not read this order: another worker gets

@@ -238,6 +238,10 @@ class RouterState:
                     self._worker_messages.worker_failed(*current, member, message, now)
                 case _:
                     pass
+        elif current := self._manager.find_helped(member, message.request, message.attempt):
+            if isinstance(message, messages.Prefilled):
+                current[1].helped = message.computed
+            self._manager.release_helper(*current)  # it has done its part, or does no more
 
     # --- coming and going --------------------------------------------------------------------------------------------
 

@@ -14,8 +14,10 @@ from baton.membership import SendToRouter
 from baton.messages import Message, WorkerRole
 from engine.step.outcome import ScheduledBatch
 from engine.step.recomputation import ComparePages, PagesCompared
+from engine.step.ring import LeaveRing
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut
+from prefill_worker.scheduler import PrefillCommand
 from simulator.clock import Body
 from worker.turn import AwaitStore, CollectStep, CopyPages, Publish, Receive, RunStep, StepUnderWay, turn
 
@@ -89,7 +91,7 @@ class WorkerShell:
 
     # --- out --------------------------------------------------------------------------------------------------------
 
-    def carry_out(self, commands: Iterable[SendToRouter | CallStore | DuplicatePage | ComparePages]) -> None:
+    def carry_out(self, commands: Iterable[PrefillCommand]) -> None:
         for command in commands:
             match command:
                 case SendToRouter(message=message, router=router):
@@ -98,6 +100,8 @@ class WorkerShell:
                     self.call_store(call)
                 case DuplicatePage():
                     self.duplicate_page(command)
+                case LeaveRing():
+                    self.leave_ring(command)
                 case ComparePages():
                     self.handle(PagesCompared(self.same_contents(command)))
 
@@ -148,6 +152,9 @@ class WorkerShell:
     def same_contents(self, order: ComparePages) -> bool:
         """Return whether two device pages have the same bytes."""
         return True
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        """Mark that a ring has been left. A worker whose card has no `rings` is in none."""
 
     def duplicate_page(self, order: DuplicatePage) -> None:
         """Copy a page on the device. It takes no time that would show."""

@@ -39,6 +39,7 @@ from engine.runner import CopyHandle, Runner, StepHandle
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from engine.step.recomputation import ComparePages, PagesCompared
+from engine.step.ring import LeaveRing, RingBroken
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp
@@ -72,7 +73,7 @@ _STEP = 0.05  # seconds between two looks at a step that runs beside the loop, w
 _PAUSE = 1.0  # seconds; a longer turn means that this process was paused, and no peer is to blame
 
 
-WorkerCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages
+WorkerCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages | LeaveRing
 
 
 class WorkerScheduler(Protocol):
@@ -152,6 +153,7 @@ class WorkerLoop:
             0 if window is None else SlidingWindow(window, config.pages.page_size, self.num_pages).pages,
             self.adapters.cards,
             runner.numerics if mixed else None,
+            role == "prefill" and not runner.no_rings,
         )
         self._hello = hello = msg.Hello(
             self.peer,
@@ -439,6 +441,8 @@ class WorkerLoop:
                     if self._store.connected:
                         with self.tracer.span("call the store", "sockets"):
                             self._store.call(call)
+                case LeaveRing():
+                    self.runner.leave_ring(command)
                 case ComparePages(key=key, page=page, scratch=scratch):
                     with self.tracer.span("compare pages", "copies"):
                         same = self.runner.same_contents(page, scratch)
@@ -574,6 +578,9 @@ def _failed(plan: ScheduledBatch, error: Exception) -> StepOutOfMemory | StepFai
         tokens = sum(len(chunk.tokens) for chunk in plan.values())
         return StepOutOfMemory(plan, f"a step of {tokens} tokens and {len(plan)} chunks did not fit: {error}")
     requests = ",".join(name.request for name in plan)
+    if isinstance(error, RingBroken):
+        log.warning("request=%s goes on alone: %s", requests, error)
+        return StepFailed(plan, str(error))
     log.error("request=%s a step failed", requests, exc_info=error)
     return StepFailed(plan, f"{type(error).__name__}: {error}")
 

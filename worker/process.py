@@ -86,6 +86,7 @@ def _serve_prefill(worker: WorkerLoop, config: Config, _: Drafter | None, stop: 
         fixed_borders=worker.runner.fixed_borders,
         adapters=worker.adapters.digests,
         recompute_share=config.pages.recompute_share,
+        rings=not worker.runner.no_rings,
     )
     worker.serve(state, lambda: _prefill_samples(state.stats()), stop)
 

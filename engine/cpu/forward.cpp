@@ -12,6 +12,9 @@
 //
 // A tile of codes has for each group of inputs 64 scales, perhaps 64 minimums, and the codes. A group is summed by itself,
 // in the order of its inputs, then scaled and added to those before it.
+#include <chrono>
+#include <thread>
+
 #include "attention.h"
 #include "pool.h"
 #include "tiles.h"
@@ -110,6 +113,25 @@ struct Model {
   int64_t ordered;           // the most inputs of a product that has an order
 };
 
+// Processes that compute chunks of one prompt at a time, layer behind layer, through slots that they share. A slot lies as a
+// page does. Each process has a mark: of which ring it is, and how far it is. A mark is written after what it tells of.
+struct Mark {
+  alignas(64) std::atomic<int64_t> ring;
+  std::atomic<int64_t> progress;  // number of the chunk · 2^32 + its layers that lie in slots
+};
+static_assert(sizeof(Mark) == 64);
+
+struct Ring {
+  Mark* marks;
+  char* slots;
+  int64_t name, place, number;       // of the ring; where this process's mark is; of the chunk
+  int64_t awaits;                    // where the mark of the chunk before is; -1: this is the first chunk
+  int64_t patience;                  // nanoseconds from the beginning of the step
+  int64_t give_count, take_count;
+  const int64_t* copies;             // [give_count + take_count][2]: pages with their slots
+  int64_t broken;                    // 1: the chunk before did not come, and this step has left its layers
+};
+
 struct Batch {
   int64_t rows, sample_count, begun_count;
   const int64_t* ints;  // what follows, end to end
@@ -120,6 +142,7 @@ struct Batch {
   int64_t observed_count;
   float* weights;       // [observed_count][weights_stride], zeros at first: what these rows attend to, by page
   int64_t weights_stride;
+  Ring* ring;           // or null
 
   const int64_t* tokens() const { return ints; }                                // [rows]
   const int64_t* positions() const { return tokens() + rows; }                  // [rows]
@@ -537,6 +560,8 @@ struct Matrix {
   bool twice = false;
 };
 
+constexpr int64_t kClosed = INT64_MAX;  // progress of a process that has left its ring
+
 template <class T>
 class Step {
  public:
@@ -630,6 +655,7 @@ class Step {
     begin(thread);
     for (int64_t l = 0; l < m.layers; ++l) {
       const bool last = l + 1 == m.layers;
+      if (b.ring && !take(*b.ring, l, thread)) return;
       Block block{0, 0, 0, 0};
       for (; block.last < b.rows; block.sample += block.samples) {
         block.first = block.last;
@@ -664,6 +690,7 @@ class Step {
     place(layer, l, block, thread);
     if (last) pick(block, thread);
     meet();
+    if (b.ring && block.last == b.rows) give(*b.ring, l, thread);
     if (!last && b.observed_count) observe(layer, l, block, thread);
     if (!last) return finish(layer, l, x, block.rows(), m.layer[l + 1], thread);
     if (!block.samples) return;
@@ -673,6 +700,55 @@ class Step {
       norm_row(picked_ + row * m.hidden, m.norm, static_cast<T*>(b.hidden) + (block.sample + row) * m.hidden, m.hidden,
                m.norm_eps);
     meet();
+  }
+
+  // Waits for the chunks before to have come to a layer, and copies it from their slots. False: they don't.
+  bool take(Ring& ring, int64_t l, int thread) {
+    if (thread == 0) {
+      Mark& own = ring.marks[ring.place];
+      if (l == 0) patient_until_ = std::chrono::steady_clock::now() + std::chrono::nanoseconds(ring.patience);
+      if (own.ring.load(std::memory_order_relaxed) != ring.name) {
+        own.progress.store(0, std::memory_order_relaxed);
+        own.ring.store(ring.name, std::memory_order_release);
+      }
+      ring.broken = ring.awaits >= 0 && !comes(ring, ((ring.number - 1) << 32) + l + 1);
+    }
+    meet();
+    if (ring.broken) return false;
+    copy_parts(ring, ring.give_count, ring.take_count, l, thread, [](char* page, char* slot, int64_t size) {
+      std::memcpy(page, slot, size);
+    });
+    return true;
+  }
+
+  bool comes(const Ring& ring, int64_t progress) const {
+    const Mark& mark = ring.marks[ring.awaits];
+    while (true) {
+      const int64_t now = mark.ring.load(std::memory_order_acquire) == ring.name ? mark.progress.load(std::memory_order_acquire) : 0;
+      if (now == kClosed) return false;
+      if (now >= progress) return true;
+      if (std::chrono::steady_clock::now() > patient_until_) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  }
+
+  // A layer of this chunk is in its pages: copies it to slots.
+  void give(Ring& ring, int64_t l, int thread) {
+    copy_parts(ring, 0, ring.give_count, l, thread, [](char* page, char* slot, int64_t size) {
+      std::memcpy(slot, page, size);
+    });
+    meet();
+    if (thread == 0) ring.marks[ring.place].progress.store((ring.number << 32) + l + 1, std::memory_order_release);
+  }
+
+  template <class Copy>
+  void copy_parts(const Ring& ring, int64_t first, int64_t count, int64_t l, int thread, const Copy& copy) {
+    const Range own = share(count * m.kv_heads, thread, threads_);
+    for (int64_t i = own.first; i < own.last; ++i) {
+      const int64_t* const pair = ring.copies + 2 * (first + i / m.kv_heads);
+      copy(m.pool + shape_.part(pair[0], i % m.kv_heads, l), ring.slots + shape_.part(pair[1], i % m.kv_heads, l),
+           shape_.part_bytes());
+    }
   }
 
   // A layer from attention on, for rows of `x`.
@@ -1118,6 +1194,7 @@ class Step {
   Pool* const pool_;
   const int threads_;
   const Shape shape_;
+  std::chrono::steady_clock::time_point patient_until_;
   int64_t qkv_size_, hidden_stride_, attended_stride_, wides_ = 1, run_count_ = 0, unit_count_ = 0, memory_used_ = 0;
   float* x_;       // [rows][hidden], the residual stream
   float* picked_;  // likewise of a block's sample rows

@@ -79,7 +79,17 @@ class _Batch(ctypes.Structure):
     _fields_ = [
         ("rows", _Count), ("sample_count", _Count), ("begun_count", _Count), ("ints", _Pointer), ("hidden", _Pointer),
         ("logits", _Pointer), ("best", _Pointer), ("moved", _Count), ("observed_count", _Count), ("weights", _Pointer),
-        ("weights_stride", _Count),
+        ("weights_stride", _Count), ("ring", _Pointer),
+    ]  # fmt: skip
+
+
+class Ring(ctypes.Structure):
+    """A chunk's part in a ring, as `engine.step.ring.RingChunk` says."""
+
+    _fields_ = [
+        ("marks", _Pointer), ("slots", _Pointer), ("name", _Count), ("place", _Count), ("number", _Count),
+        ("awaits", _Count), ("patience", _Count), ("give_count", _Count), ("take_count", _Count),
+        ("copies", _Pointer), ("broken", _Count),
     ]  # fmt: skip
 
 
@@ -128,10 +138,10 @@ class NativeForward:
             function.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Count]
             function.restype = _Count
 
-    def run(self, batch: Batch, weights: Floats | None = None) -> Scores | None:
+    def run(self, batch: Batch, weights: Floats | None = None, ring: Ring | None = None) -> Scores | None:
         """Compute the batch's K and V into their pages, and logits of its `sample_rows`, if there are any and there is
         a head. `weights`, [num_observed, pages of the longest context], zeros: is told how much these rows attend to
-        each page."""
+        each page. `ring`: the part that its only chunk has in one, and is told whether that was broken."""
         count = batch.num_samples if self._has_head else 0
         if count <= _KEPT_ROWS:
             logits, best, addresses, self.hidden = self._logits[count], self._best, self._addresses, self._few_hidden
@@ -139,7 +149,9 @@ class NativeForward:
             logits, best = torch.empty((count, self._vocab_size)), np.empty(count, dtype=np.int64)
             self.hidden = torch.empty((count, self._hidden_size), dtype=self._dtype)
             addresses = (self.hidden.data_ptr(), logits.data_ptr(), best.__array_interface__["data"][0])
-        self._call(self._forward, self._described(batch, addresses, weights))
+        described = self._described(batch, addresses, weights)
+        described.ring = None if ring is None else ctypes.addressof(ring)
+        self._call(self._forward, described)
         return Scores(logits, best[:count].tolist()) if count else None
 
     def forward(self, batch: Batch, weights: Floats | None = None) -> torch.Tensor | None:

@@ -14,10 +14,10 @@ class HostMover:
 
     def __init__(self, pool: PagePool, *, verify: bool) -> None:
         self._pool, self._verify = pool, verify
-        self._arena: Arena | None = None
+        self.arena: Arena | None = None
 
     def attach(self, arena: Arena) -> None:
-        self._arena = arena
+        self.arena = arena
 
     def start(self, copies: Sequence[Copy]) -> FinishedCopy:
         if isinstance(copies[0], CopyOut):
@@ -25,20 +25,20 @@ class HostMover:
         return FinishedCopy(copied_in(copies, [self._copy_in(copy) for copy in copies]))
 
     def close(self) -> bool:
-        self._arena = None
+        self.arena = None
         return True
 
     def _copy_out(self, copy: Copy) -> int:
         """Returns the checksum of what lies in the slot then, read while the copy is still in the cache."""
-        assert self._arena is not None, "a copy without an arena"
-        slot = self._arena.slot(copy.slot)
+        assert self.arena is not None, "a copy without an arena"
+        slot = self.arena.slot(copy.slot)
         self._pool.copy_out(copy.page, slot)
         return page_checksum(slot, self._pool.kv_heads)
 
     def _copy_in(self, copy: Copy) -> bool:
         """Returns whether the page is intact, as far as that is to be verified."""
-        assert self._arena is not None, "a copy without an arena"
-        slot = self._arena.slot(copy.slot)
+        assert self.arena is not None, "a copy without an arena"
+        slot = self.arena.slot(copy.slot)
         if self._verify and isinstance(copy, CopyIn):
             return self._pool.copy_in_checked(slot, copy.page) == copy.checksum
         self._pool.copy_in(slot, copy.page)

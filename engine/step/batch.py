@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from baton.messages import DrawParams, SamplingParams
 from engine.step.block_table import BlockTable, Ints
+from engine.step.ring import RingChunk
 from kvstore.kv_window import KvWindow
 
 Floats = npt.NDArray[np.float32]
@@ -157,6 +158,9 @@ class Chunk(Struct, frozen=True, gc=False):
     before. It may not be known yet, and `tokens` has a 0 in its place. If that step draws none for it, or the device
     has gone on from another token, this chunk draws none either. A draw with a mask is never followed: the next mask
     needs its token. The scheduler leaves such a sequence out of a step ahead.
+
+    With a `ring`, it is its step's only chunk. Pages before `start` that other workers of the ring compute are complete
+    when the step has ended.
     """
 
     tokens: Sequence[int]
@@ -170,6 +174,7 @@ class Chunk(Struct, frozen=True, gc=False):
     window_pages: Sequence[int] = ()
     kv_window: KvWindow | None = None
     observed: int = 0
+    ring: RingChunk | None = None
 
     @property
     def end(self) -> int:

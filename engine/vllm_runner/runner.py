@@ -35,6 +35,7 @@ from engine.runner import StepResults
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import CHUNK_ALIGNMENT, Chunk, Sampled
 from engine.step.block_table import BlockTable
+from engine.step.ring import LeaveRing
 from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.child_environment import child_environment
@@ -105,6 +106,7 @@ class VllmRunner:
     overlaps = True
     launches_ahead = True
     no_kv_windows = no_page_weights = "vLLM attends to every page of a context"
+    no_rings = "vLLM hands no layer on before a step has ended"
     window: int | None = None  # vLLM reads pages of its own accord, so none is given back before a sequence ends
 
     def __init__(
@@ -339,6 +341,9 @@ class VllmRunner:
         answer = self._child.order(lambda: order).wait()
         if isinstance(answer, Failed):
             raise UnsupportedModel(f"vLLM can't do it: {answer.message}")
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        """It is in none."""
 
     def duplicate(self, source: int, dest: int) -> None:
         self._child.tell(Duplicate(source, dest))

@@ -182,6 +182,16 @@ class HostPagePool:
             result.append(self._take_slot(node, writer))
         return result
 
+    def reserve_loose(self, writer: Hashable, name: bytes, count: int) -> list[SlotReservation] | None:
+        """Slots that never become pages, all or nothing; `release` frees each. None: not enough are free or
+        evictable."""
+        if count > len(self._free) + len(self._lru):
+            return None
+        while len(self._free) < count:
+            self._evict()
+        self.reserved += count
+        return [SlotReservation(name, self._free.pop(), writer, None) for _ in range(count)]
+
     def reserve_one(self, writer: Hashable, parent: bytes, key: bytes) -> SlotReservation | None:
         """A slot for a page that is not here, below `parent` if that is sealed or claimed by the same writer, else
         loose. None when no slot is free or evictable."""
@@ -190,12 +200,8 @@ class HostPagePool:
             (reservation,) = result
             assert isinstance(reservation, SlotReservation), "claimed a page that is here"
             return reservation
-        if result == "full" or not (self._free or len(self._lru)):
-            return None
-        if not self._free:
-            self._evict()
-        self.reserved += 1
-        return SlotReservation(key, self._free.pop(), writer, None)
+        loose = None if result == "full" else self.reserve_loose(writer, key, 1)
+        return loose[0] if loose else None
 
     def seal_brought(self, reservation: SlotReservation, checksum: int) -> HostPage:
         """What was claimed has come. Returns the page, held once for the caller: the one that its key has now, or a

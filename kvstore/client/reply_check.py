@@ -36,6 +36,8 @@ class ReplyCheck:
         match call:
             case protocol.Reserve(lease=number, keys=keys):
                 self._leases[number] = _OpenLease(len(keys) // KEY_BYTES, reserving=True, undecided=True)
+            case protocol.ShareSlots(lease=number, slots=slots):
+                self._leases[number] = _OpenLease(slots, reserving=True, undecided=True)
             case protocol.Acquire(lease=number, keys=keys, wait=wait):
                 self._leases[number] = _OpenLease(len(keys) // KEY_BYTES, reserving=False, undecided=not wait)
             case protocol.Seal(lease=number, first=first, checksums=checksums) if lease := self._leases.get(number):

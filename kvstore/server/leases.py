@@ -36,10 +36,21 @@ class Lease(PageWaiter):
     reservations: dict[int, SlotReservation] = field(default_factory=dict[int, SlotReservation])
     sealed: set[int] = field(default_factory=set[int])  # indices that its owner has sealed
     holds: dict[int, HostPage] = field(default_factory=dict[int, HostPage])
+    shared: SharedSlots | None = None
 
     def sources_of(self, index: int) -> tuple[PageSource, ...]:
         """Other stores that are believed to have that page, or to be about to."""
         return tuple(source for source in self.sources if source.pages > index)
+
+
+@dataclass(eq=False, slots=True)
+class SharedSlots:
+    """Slots that the processes of several leases may write to. They are free when the last lease has ended."""
+
+    reservations: list[SlotReservation]
+    members: int  # leases that are to share them
+    granted: bool = False  # all of these have come
+    leases: list[Lease] = field(default_factory=list[Lease])
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +65,8 @@ class ClientProcess:
     @property
     def reserved(self) -> int:
         """Slots that it may be writing to."""
-        return sum(len(lease.reservations) for lease in self.leases.values())
+        shared = (len(lease.shared.reservations) for lease in self.leases.values() if lease.shared)
+        return sum(len(lease.reservations) for lease in self.leases.values()) + sum(shared)
 
 
 class PageWaiters:

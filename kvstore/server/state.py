@@ -42,7 +42,7 @@ from kvstore.events.changes import CacheChange
 from kvstore.keys import namespace_root, split_keys
 from kvstore.server import events
 from kvstore.server.head_of_line import HeadOfLine
-from kvstore.server.leases import ClientProcess, Lease
+from kvstore.server.leases import ClientProcess, Lease, SharedSlots
 from kvstore.server.tier_manager import TierManager, TierResult
 
 MAX_LEASES = 16_384
@@ -80,6 +80,7 @@ class StoreState:
         self._strangers: dict[int, int] = {}  # connection that has not attached yet → pid
         self._attached: dict[int, ClientProcess] = {}  # by connection
         self._processes: dict[tuple[int, str], ClientProcess] = {}
+        self._shared: dict[bytes, SharedSlots] = {}  # by name
         self._line = HeadOfLine(silence)
         self._ended = False  # a lease has ended since unwanted transfers were last given up
         self._count = _Counters()
@@ -149,6 +150,8 @@ class StoreState:
         match call:
             case protocol.Reserve():
                 return self._reserve(process, call, now)
+            case protocol.ShareSlots():
+                return self._share(process, call, now)
             case protocol.Seal():
                 return self._seal(process, call)
             case protocol.Acquire():
@@ -223,7 +226,7 @@ class StoreState:
         self._line.keep(process, ())
         for lease in list(process.leases.values()):
             self._end_lease_parts(lease)
-            if not lease.reservations:
+            if not lease.reservations and lease.shared is None:
                 del process.leases[lease.number]
         if not process.leases:
             del self._processes[process.pid, process.incarnation]
@@ -278,6 +281,37 @@ class StoreState:
         process.leases[lease.number] = lease
         slots = tuple(None if isinstance(each, HostPage) else each.slot for each in result)
         return self._reply(process, protocol.Reserved(call.lease, slots))
+
+    def _share(self, process: ClientProcess, call: protocol.ShareSlots, now: float) -> list[events.StoreCommand]:
+        """Others have no use of slots for which a process is missing, so all hear of them at once."""
+        lease = self._new_lease(process, call.lease, call.name, now, reserving=False)
+        shared, slots = self._shared.get(call.name), call.slots
+        if shared is not None and (len(shared.reservations), shared.members) != (slots, call.members):
+            raise MalformedMessage(
+                f"{slots} slots for {call.members}, of which others share {len(shared.reservations)}"
+            )
+        if shared is not None and shared.granted:
+            return self._reply(process, protocol.NotReserved(call.lease, "full"))
+        if process.reserved + slots > max(1, int(self._pages.slots * self._settings.writer_share)):
+            return self._reply(process, protocol.NotReserved(call.lease, "quota"))
+        if shared is None:
+            if (reservations := self._pages.reserve_loose(process, call.name, slots)) is None:
+                return self._reply(process, protocol.NotReserved(call.lease, "full"))
+            shared = self._shared[call.name] = SharedSlots(reservations, call.members)
+        shared.leases.append(lease)
+        process.leases[lease.number], lease.shared = lease, shared
+        if len(shared.leases) < shared.members:
+            return []
+        shared.granted = True
+        granted = tuple(reservation.slot for reservation in shared.reservations)
+        return [r for each in shared.leases for r in self._reply(each.owner, protocol.Reserved(each.number, granted))]
+
+    def _leave_shared(self, lease: Lease, shared: SharedSlots) -> None:
+        shared.leases.remove(lease)
+        if not shared.leases:
+            del self._shared[lease.keys[0]]
+            for reservation in shared.reservations:
+                self._pages.release(reservation)
 
     def _seal(self, process: ClientProcess, call: protocol.Seal) -> list[events.StoreCommand]:
         lease = process.leases.get(call.lease)
@@ -419,6 +453,8 @@ class StoreState:
             self._end_lease_parts(lease)
             for index in sorted(lease.reservations, reverse=True):
                 unmade += [lease.keys[index], *self._pages.abort(lease.reservations.pop(index))]
+            if lease.shared is not None:
+                self._leave_shared(lease, lease.shared)
             del lease.owner.leases[lease.number]
         return self._tell(self._tiers.unmade(unmade)) if unmade else []
 
@@ -554,5 +590,7 @@ class StoreState:
             assert lease.owner.leases[lease.number] is lease
             assert lease.owner.connection is not None or not (lease.holds or lease.waits), "away, yet holding"
             assert all(reservation.writer is lease.owner for reservation in lease.reservations.values())
+        sharing = {id(lease): lease for each in self._shared.values() for lease in each.leases}
+        assert sharing == {id(lease): lease for lease in leases if lease.shared}
         assert all(self._processes[p.pid, p.incarnation] is p for p in self._attached.values())
         assert all(p.connection is not None or p.reserved for p in self._processes.values())

@@ -403,6 +403,8 @@ class TierManager:
         assert len(everything) == self.pages.held
         assert sum(page.node is None for page in everything.values()) == self.pages.unlisted
         writers = sum(len(lease.reservations) for lease in leases)
+        shared = {id(lease.shared): lease.shared for lease in leases if lease.shared}
+        writers += sum(len(each.reservations) for each in shared.values())
         assert writers + sum(1 for _ in self.loads.reservations) == self.pages.reserved
         for lease in leases:
             assert lease.waits.isdisjoint(lease.holds)

@@ -26,6 +26,7 @@ from math import inf
 import numpy as np
 
 from router.placement.cached_prefix import CacheablePrefix
+from router.placement.ring import find_rings
 from router.placement.types import Candidate, PlacementRequest, PredictedTtft
 from router.placement.worker_table import FULL, NEVER, OPEN, Flags, Floats, Indices, WorkerTable
 
@@ -37,9 +38,17 @@ _TURN = 1e-6  # seconds at most by which those used last seem dearer: so equals 
 class PlacementCosts:
     """The costs of one request. They never change, so that they can be read later for an explanation."""
 
-    def __init__(self, ask: PlacementRequest, table: WorkerTable, now: float, output: float, reserved: Floats) -> None:
+    def __init__(
+        self,
+        ask: PlacementRequest,
+        table: WorkerTable,
+        now: float,
+        output: float,
+        reserved: Floats,
+        ring_step: float = 0.0,
+    ) -> None:
         """`output`: tokens that the request is expected to generate; `reserved`: seconds of each worker, promised to
-        requests that wait before this one."""
+        requests that wait before this one. `ring_step`: that of `find_rings`."""
         self.workers, self.prefix = table.workers, ask.prefix
         self.num_decode = d = table.num_decode
         self.num_sequences = table.num_sequences[:d].copy()
@@ -60,10 +69,14 @@ class PlacementCosts:
         middle = prefix.pages * prefix.page_size + rest + 0.5 - 0.5 * tokens  # of what new tokens attend to
         self.compute = tokens * (table.token + table.pair * middle) + table.fixed * steps
         self.compute[:d] *= table.slowdown[:d]
+        self.open = _open(ask, table)
+        able = (table.rings > 0) & (self.open == OPEN) & table.has_store & (self.cached <= host[table.node])
+        self.rings = find_rings(ask, table, able, self.cached, device, self.compute, ring_step) if ring_step else {}
+        for row, offer in self.rings.items():
+            self.compute[row] = offer.seconds
         self.queue = np.maximum(table.prefills_done_at - now, 0.0) + reserved
         self.prefill_seconds = self.load + self.compute
         self.new_tokens = new
-        self.open = _open(ask, table)
         self.opened = self.open == OPEN
         self.delay = table.delay.copy()
         self.used = table.last_used * (_TURN / max(1, table.use_count))

@@ -27,7 +27,7 @@ from heapq import nlargest
 from math import inf
 from typing import Protocol
 
-from baton.messages import PageSource
+from baton.messages import LOWEST_CLASS, PageSource
 from router.placement.cached_prefix import (
     SOURCES,
     NodeCache,
@@ -131,8 +131,14 @@ def place_on(ask: PlacementRequest, view: ClusterView, decode: str, prefill: str
 
 
 def _placement_costs(ask: PlacementRequest, view: ClusterView) -> PlacementCosts:
+    rings = view.config.router.pipeline_prompts and ask.priority < LOWEST_CLASS
     return PlacementCosts(
-        ask, view.refreshed_table(), view.now, view.expected_output(ask.output_left), view.reserved_seconds
+        ask,
+        view.refreshed_table(),
+        view.now,
+        view.expected_output(ask.output_left),
+        view.reserved_seconds,
+        view.config.prefill.step_ms / 1_000 if rings else 0.0,
     )
 
 
@@ -198,6 +204,7 @@ def _placement(
     reach = reusable_on_prefill_worker(
         ask.prefix, theirs, ask.device_pages(worker.incarnation), worker.load.prefill_rate
     )
+    ring = costs.rings.get(prefill_row)
     source = PageSource(theirs.store.incarnation, theirs.store.endpoint, ask.hand_off_pages)
     return Placement(
         decode=decoder.incarnation,
@@ -210,6 +217,9 @@ def _placement(
         loads=reach.loads,
         predicted=predicted,
         tpot=tpot,
+        helper=None if ring is None else costs.workers[ring.helper].incarnation,
+        chunk_pages=0 if ring is None else ring.pages,
+        alone=0.0 if ring is None else ring.alone,
     )
 
 

@@ -55,6 +55,9 @@ class Placement:
     loads: tuple[TierPages, ...] = ()
     predicted: PredictedTtft = field(default=PredictedTtft(), compare=False)
     tpot: float = field(default=0.0, compare=False)  # predicted seconds per token after the first
+    helper: str | None = None  # a prefill worker that computes every second chunk
+    chunk_pages: int = 0  # of such a chunk
+    alone: float = field(default=0.0, compare=False)  # predicted seconds of computing without the helper
 
     @property
     def prefilled_remotely(self) -> bool:

@@ -27,9 +27,10 @@ Flags: TypeAlias = npt.NDArray[np.bool_]
 
 NEVER, FULL, OPEN = -1.0, 0.0, 1.0  # may a worker be given work: not any more, later, now
 
+_LEARNED = 0.3  # of a ratio's error, from each prompt
 _MIXED = 8.0  # times a step without prompts: what one with prompts may take, unless decode.itl_ms says
 _COLUMNS = (
-    "open", "until", "rate", "fixed", "token", "pair", "chunk", "stretch", "delay",
+    "open", "until", "rate", "fixed", "token", "pair", "chunk", "stretch", "delay", "rings",
     "rows", "step", "crowd", "per_context", "turnover", "room", "context_pages", "tpot", "slack",
 )  # fmt: skip
 _NODE_COLUMNS = ("stored", "serves", "disk_latency", "disk_rate", "latency", "rate", "measured")
@@ -76,6 +77,7 @@ class WorkerTable:
         self.prefill_rows_on: Sequence[Indices] = ()  # prefill workers
         self.last_used: Floats = np.zeros(0)  # the turn in which each worker was last chosen
         self.use_count = 0  # the last one
+        self.ring_ratio = 1.0  # of what prompts have taken with another worker's help to what was predicted
         self._name_columns()
 
     def _name_columns(self) -> None:
@@ -89,6 +91,7 @@ class WorkerTable:
         self.chunk: Floats = c["chunk"]  # tokens of a prompt in a step
         self.slowdown: Floats = c["stretch"]  # by which computing beside decoding sequences takes longer
         self.delay: Floats = c["delay"]  # seconds for which an order waits there longer than elsewhere
+        self.rings: Floats = c["rings"]  # 1: it has no prompt, and can compute one beside another worker
         self.num_sequences: Floats = c["rows"]  # sequences
         self.step: Floats = c["step"]  # seconds of a step with one more, but for that one's context
         self.others_step_seconds: Floats = c["crowd"]  # seconds of that step that are due to the others
@@ -135,6 +138,12 @@ class WorkerTable:
                 self.assumed_bandwidth = self._assume_bandwidth()
         changed.clear()
 
+    def ring_took(self, seconds: float, predicted: float) -> None:
+        """Learn from a prompt that was computed with another worker's help: two workers may share cores. What was
+        learned is forgotten when a worker comes or goes."""
+        ratio = self.ring_ratio * min(max(seconds / max(predicted, 1e-6), 0.5), 2.0)
+        self.ring_ratio += _LEARNED * (ratio - self.ring_ratio)
+
     def mark_used(self, rows: Iterable[int]) -> None:
         self.use_count += 1
         for row in rows:
@@ -164,6 +173,7 @@ class WorkerTable:
         return row is None or self.workers[row] is not member
 
     def _rebuild(self, now: float, output: float) -> None:
+        self.ring_ratio = 1.0
         used = {worker.incarnation: self.last_used[row] for row, worker in enumerate(self.workers)}
         decoders = self._members.with_role("decode")
         stores = [store for store in self._members.with_role("store") if not store.unresponsive]
@@ -195,7 +205,11 @@ class WorkerTable:
             full = member.free_prefill_slots(self._config.prefill.max_num_seqs) <= 0
             open_ = NEVER if member.draining or member.unresponsive else FULL if full else OPEN
             until = member.prefill_busy_since + seconds
-            return (open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, member.delay, *_NO_DECODING)
+            idle = not (member.pending_prefills or member.other_routers_requests)
+            rings = float(idle and member.hello.model is not None and member.hello.model.rings)
+            return (
+                open_, until, rate, cost.fixed, cost.token, cost.pair, chunk, 1.0, member.delay, rings, *_NO_DECODING
+            )  # fmt: skip
         step = self._costs.step(member.incarnation)
         rows = len(member.assigned) + member.other_routers_requests
         context = member.context + member.other_routers_context
@@ -215,6 +229,7 @@ class WorkerTable:
             chunk,
             stretch,
             member.delay,
+            0.0,
             rows,
             plain,
             plain - member.pace * step.seconds(1, 0),

@@ -117,6 +117,11 @@ class RequestManager:
             has_a_say = named.prefill == member.incarnation and named.prefill_sent
         return current if has_a_say else None
 
+    def find_helped(self, member: MemberRecord, name: str, attempt: int) -> tuple[Request, Attempt] | None:
+        """The same, if this member computes a part of its prompt."""
+        current = self.find_attempt(name, attempt)
+        return current if current and current[1].helper == member.incarnation else None
+
     def __len__(self) -> int:
         return len(self._requests)
 
@@ -366,7 +371,7 @@ class RequestManager:
             request.not_cached = self._not_cached(request, ask, now)
         self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.history.attempts)
-        request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill)
+        request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill, helper=plan.helper)
         _start_over(request, now)
         self._counts.attempts += 1
         self._counts.split += plan.prefill is not None
@@ -379,6 +384,9 @@ class RequestManager:
         if plan.prefill is not None:
             prompt = PendingPrefill(ask.tokens - 1 - known, known, fills_gap=request.lowest)
             self._members.require_live(plan.prefill).assign_prefill(name, prompt, now)
+            if plan.helper is not None:
+                part = PendingPrefill(prompt.new // 2, known)
+                self._members.require_live(plan.helper).assign_prefill(name, part, now)
         else:
             prompt = PendingPrefill(request.known - known, known, fills_gap=request.lowest)
             decoder.assign_prefill(name, prompt, now)
@@ -387,6 +395,11 @@ class RequestManager:
         prefill = self._members.require_live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached_pages * self._config.pages.page_size)
         self._explanations.placed(request, decoder.peer.name, prefill, cached, considered)
+        if plan.helper is not None:
+            helper = self._members.require_live(plan.helper).peer.name
+            seconds = f"{plan.predicted.compute:.2f} s predicted, {plan.alone:.2f} s without it"
+            note = f"{helper} computes every second chunk of {plan.chunk_pages} pages beside {prefill}: {seconds}"
+            self._explanations.noted(request, note)
         if (card := self._members.card) is not None and card.namespace.numerics == MIXED:
             self._explanations.noted(request, _MIXED)
         if request.account.decode_workers[-1:] != [decoder.peer.name]:
@@ -453,6 +466,9 @@ class RequestManager:
                 continue
             request, attempt = current
             needed = member.incarnation != attempt.prefill or attempt.needs_prefill
+            if member.incarnation == attempt.helper:
+                attempt.helper = None
+                continue  # the prefill worker goes on alone
             if member.incarnation == attempt.prefill:
                 attempt.prefill = None
             if needed:
@@ -496,8 +512,15 @@ class RequestManager:
             return
         self._try_again(request, why, now)
 
+    def release_helper(self, request: Request, attempt: Attempt) -> None:
+        """The helper forgets this attempt, and the prefill worker goes on alone."""
+        helper, attempt.helper = attempt.helper, None
+        if helper is not None and (member := self._members.get(helper)) and member.unassign(attempt.name):
+            self._out.send(helper, Cancel(request.name, attempt.name.attempt))
+
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
+        self.release_helper(request, attempt)
         prefill, attempt.prefill = attempt.prefill, None
         if prefill is None or (member := self._members.get(prefill)) is None:
             return
@@ -631,6 +654,10 @@ class RequestManager:
             expected[attempt.decode].add(attempt.name)
             for store in attempt.stores:
                 assert self._members.get(store) is not None, f"{attempt.name} waits for pages of a store that is gone"
+            if attempt.helper is not None:
+                slots[attempt.helper].add(attempt.name)
+                if attempt.prefill_sent:
+                    expected[attempt.helper].add(attempt.name)
             if attempt.prefill is not None:
                 if attempt.prefill_sent:
                     expected[attempt.prefill].add(attempt.name)

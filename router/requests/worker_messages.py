@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isnan
 
+from msgspec.structs import replace
+
 from baton import messages
 from baton.config import Config
 from baton.errors import ContextTooLong, DeadlineExpired, InvalidRequest, NonFiniteLogits, from_reason
-from baton.messages import Delta, Prefill, PromptTokenLogprob, Resend, TokenLogprob
+from baton.messages import Delta, Prefill, PromptTokenLogprob, Resend, RingPart, TokenLogprob
 from router.events import Emit, Failed, Finished
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
@@ -273,12 +275,15 @@ class WorkerMessageHandler:
         account.pages_shipped += stored
         account.prefill_queue_ms = min(event.queue_ms, _MOST_MS)
         account.prefill_compute_ms = min(event.compute_ms, _MOST_MS)
+        if 0 < computed <= 3 * attempt.helped:  # to the end: of three chunks it computes one
+            self._manager.view.table.ring_took(event.compute_ms / 1_000, attempt.placement.predicted.compute)
         self._loaded(request, event)
         self.prefill_ended(request, attempt, now)
 
     def prefill_ended(self, request: Request, attempt: Attempt, now: float) -> None:
         """The prefill worker has made every page, whether or not we heard its account."""
         attempt.prefilled, attempt.progressed_at = True, now
+        self._manager.release_helper(request, attempt)
         request.timeline.prefilled = now
         if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
             member = self._members.require_live(attempt.prefill)
@@ -296,6 +301,7 @@ class WorkerMessageHandler:
         if not attempt.needs_prefill:
             self._manager.release_prefill(request, attempt)
             return
+        self._manager.release_helper(request, attempt)
         member = self._members.require_live(attempt.prefill)
         if refusal.reason == "busy":
             member.mark_busy(attempt.name)
@@ -318,6 +324,9 @@ class WorkerMessageHandler:
 
     def _send_prefill(self, request: Request, attempt: Attempt, prefill: str, now: float) -> None:
         count = min(attempt.start - 1, request.exact(self._config.pages.page_size))
+        plan, ring = attempt.placement, None
+        if attempt.helper is not None:
+            ring = RingPart(plan.cached_pages, plan.chunk_pages, place=0, workers=2)
         message = Prefill(
             request=request.name,
             attempt=attempt.name.attempt,
@@ -327,7 +336,13 @@ class WorkerMessageHandler:
             priority=request.spec.priority,
             deadline_ms=request.left_ms(now),
             adapter=request.adapter_digest,
+            ring=ring,
         )
+        if attempt.helper is not None:
+            part = replace(message, ring=RingPart(plan.cached_pages, plan.chunk_pages, place=1, workers=2))
+            pages = (plan.fetch_pages - plan.cached_pages) // 2
+            work = AssignedAttempt(self._out.send(attempt.helper, part), pages)
+            self._members.require_live(attempt.helper).assign(attempt.name, work)
         member = self._members.require_live(prefill)
         work = AssignedAttempt(
             self._out.send(prefill, message), attempt.placement.fetch_pages - attempt.placement.cached_pages
