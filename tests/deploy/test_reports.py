@@ -33,7 +33,7 @@ def decode(condition: str, failure: Failure | None = None, restarts: int = 0) ->
 def test_a_router_comes_back_at_its_addresses():
     pinned = ADDRESSES.pin(load(overrides={"router.grpc_port": 0, "router.internal_port": 0, "router.http_port": 0}))
     assert (pinned.router.grpc_port, pinned.router.internal_port, pinned.router.http_port) == (1001, 1002, 1003)
-    assert ADDRESSES.endpoint == "tcp://127.0.0.1:1002"
+    assert ADDRESSES.endpoint_of(0) == "tcp://127.0.0.1:1002"
 
 
 def test_routers_share_the_ports_for_clients_and_have_the_others_to_themselves():

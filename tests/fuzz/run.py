@@ -247,7 +247,7 @@ def victims_of(config: Config, folder: Path) -> dict[str, Victims]:
 def addresses_of(group: Victims) -> dict[str, object]:
     """Where the router of a group serves."""
     served = group.addresses("router-9")
-    return {"grpc_address": served.grpc, "operator": served.operator, "endpoint": served.endpoint}
+    return {"grpc_address": served.grpc, "operator": served.operator, "endpoint": served.endpoint_of(0)}
 
 
 def plan(cluster: LocalCluster, victims: Mapping[str, Victims], path: Path) -> dict[str, dict[str, object]]:
