@@ -415,7 +415,7 @@ class RingPart(Struct, frozen=True):
 
     first: Count  # page with which the first chunk begins; those before it are cached
     pages: Annotated[int, Meta(ge=1, le=MAX_KEYS_PER_CALL)]  # of a chunk
-    place: Annotated[int, Meta(ge=0, lt=MAX_RING)]
+    place: Annotated[int, Meta(ge=0, le=MAX_RING - 1)]
     workers: Annotated[int, Meta(ge=2, le=MAX_RING)]
 
 
