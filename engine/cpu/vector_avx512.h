@@ -156,7 +156,7 @@ inline Floats number(E4m3Bits, const char* codes, int64_t input, int vector) {
   return parts_of_256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + input * kTileOutputs + vector * kLanes)));
 }
 template <class Bits>
-Words word_of(Bits bits, const char* codes, int64_t step, int vector) {
+inline Words word_of(Bits bits, const char* codes, int64_t step, int vector) {
   const __m512i low = as_words(number(bits, codes, 2 * step, vector)).all;
   return {_mm512_or_si512(_mm512_srli_epi32(low, 16), as_words(number(bits, codes, 2 * step + 1, vector)).all)};
 }
