@@ -178,17 +178,22 @@ class Answers:
         self._thread = ThreadPoolExecutor(1, "answers")
         self._awaited: deque[Future[None]] = deque()
 
-    def give(self, order: Step, make: Callable[[], Answer]) -> None:
-        """Send what `make` returns, once all earlier answers have been sent."""
-        self._awaited.append(self._thread.submit(self._give, order, make))
+    def give(self, order: Step, launched: Callable[[], Answer] | Failed) -> None:
+        """Send that it failed, or what the step gives in the end, once all earlier answers have been sent."""
+        self._awaited.append(self._thread.submit(self._give, order, launched))
 
     def wait(self, most: int = 0) -> None:
-        """Wait until at most so many answers are still to come. A worker whose child takes too long ends it."""
+        """Wait until at most so many answers are still to come. End this process if one is not in time."""
         while len(self._awaited) > most:
-            self._awaited.popleft().result()
+            try:
+                self._awaited.popleft().result(_PATIENCE)
+            except TimeoutError:
+                log.error("a step has not ended within %.0f s", _PATIENCE)
+                os._exit(1)
 
-    def _give(self, order: Step, make: Callable[[], Answer]) -> None:
-        self._link.send_bytes(messages.encode(_attempt(order, make)))
+    def _give(self, order: Step, launched: Callable[[], Answer] | Failed) -> None:
+        answer = launched if isinstance(launched, Failed) else _attempt(order, launched)
+        self._link.send_bytes(messages.encode(answer))
 
 
 def _attempt(order: Order, make: Callable[[], Result]) -> Result | Failed:
@@ -234,16 +239,11 @@ def serve(link: Connection, child: Child | None = None) -> None:
             return
         if isinstance(order, Step) and child is not None and child.launches_ahead:
             answers.wait(1)  # vLLM has buffers for two steps
-            launched = _attempt(order, partial(child.launch, order))
-            answers.give(order, partial(_as_it_is, launched) if isinstance(launched, Failed) else launched)
+            answers.give(order, _attempt(order, partial(child.launch, order)))
             continue
         answers.wait()
         if (answer := _attempt(order, carry_out)) is not None:
             link.send_bytes(messages.encode(answer))
-
-
-def _as_it_is(failed: Failed) -> Failed:
-    return failed
 
 
 if __name__ == "__main__":

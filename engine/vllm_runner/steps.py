@@ -17,12 +17,14 @@ from typing import Any
 
 from msgspec import structs
 
+from baton.errors import DeviceLost
 from baton.messages import PromptTokenLogprob
 from engine.step.batch import Sampled
 from engine.vllm_runner.bring_up import NULL_BLOCKS, add_adapter, lora_request
 from engine.vllm_runner.messages import Drawn, Row, Step
 from engine.vllm_runner.ranks import Ranks
 
+_PATIENCE = 600.0  # seconds, as for any order
 _COMPANION = Row(-1, False, [0], 0, [-NULL_BLOCKS], (), None)  # it fills the first token of the block for padding
 
 
@@ -60,8 +62,9 @@ class StartedStep:
             self._before = None
 
     def wait(self) -> None:
-        """Wait until it is collected, as long as it takes: the worker gives up its child otherwise."""
-        self._collected.wait()
+        """Wait until it is collected. Raises DeviceLost if it is not in time."""
+        if not self._collected.wait(_PATIENCE):
+            raise DeviceLost(f"a step has not ended within {_PATIENCE:.0f} s")
 
     def gives(self, number: int) -> bool:
         """Whether a row has drawn a token, or will, as far as is known, that the device goes on from."""
