@@ -48,7 +48,7 @@ CODED = [
 
 @pytest.fixture(scope="module")
 def path(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`path(name)`: a checkpoint. Nothing of "odd" fills a tile."""
+    """`path(name)`: a checkpoint. Nothing of "odd" fills a tile. Codes have products of more than one block of inputs."""
 
     @cache
     def path(name: str) -> Path:
@@ -57,7 +57,8 @@ def path(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
             return checkpoints.make("llama-bias", tmp_path_factory.mktemp("model"), **ODD)
         if not recipe:
             return checkpoint(name)
-        return quantized_checkpoints.make(form, tmp_path_factory.mktemp("model"), recipe, initializer_range=0.1)
+        folder = tmp_path_factory.mktemp("model")
+        return quantized_checkpoints.make(form, folder, recipe, initializer_range=0.1, intermediate_size=320)
 
     return path
 
