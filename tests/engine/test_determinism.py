@@ -48,7 +48,7 @@ CODED = [
 
 @pytest.fixture(scope="module")
 def path(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`path(name)`: a checkpoint. Nothing of "odd" fills a tile. Codes have products of more than one block of inputs."""
+    """`path(name)`: a checkpoint. Nothing of "odd" fills a tile. Codes have products of several blocks of inputs."""
 
     @cache
     def path(name: str) -> Path:
