@@ -25,10 +25,10 @@ namespace {
 constexpr int kTile = kTileOutputs;
 constexpr int kStepBytes = 256;    // of a tile for one word of input
 constexpr int kBlockSteps = 64;    // 16 KiB, which stay in the first-level cache while rows pass over them
-// With a large cache the next block fits in there as well. Else it would push this one out: it is asked for into the second
-// level, but for weights that are passed over once. Those the processor foresees better by itself than it follows requests
-// for every line, but for the first lines of each page.
-static_assert(!kLargeCache || FIRST_LEVEL_CACHE > 2 * kBlockSteps * kStepBytes);
+// The next block is asked for into the second level: the first has few places for lines under way, so requests into it
+// made a step that reads all weights from memory a fifth longer. Where the first level is small (on AMD's processors),
+// weights that are passed over once are foreseen better by the processor itself than it follows requests for every line,
+// but for the first lines of each page.
 constexpr int kPageSteps = 16;     // 4 KiB, beyond whose end processors foresee nothing
 constexpr int kPageStart = 6;      // lines from which they see what comes
 constexpr int kPageStartsOnly = -1;
@@ -50,7 +50,7 @@ constexpr int kMostThreads = 256;
 constexpr int64_t kTilesFrom = 5;     // rows that are multiplied in tiles of AMX
 constexpr int64_t kCodeTilesFrom = 8;   // likewise with codes
 constexpr int64_t kTilesAhead = 16384;  // bytes of weights that are asked for before they are read
-constexpr int64_t kCodesAhead = 8192;  // bytes of codes that are asked for before they are read
+constexpr int64_t kCodesAhead = 16384;  // bytes of codes that are asked for before they are read
 constexpr int64_t kLeastGroup = 16;  // inputs
 constexpr int64_t kBlockInputs = 128;  // of codes that are made factors at a time, for many rows; groups are no larger
 static_assert(kBlockInputs >= 2 * kBlockSteps);
@@ -211,7 +211,7 @@ void pass(const char* weights, const Inputs<T>& x, int64_t steps, bool first, fl
       } else if (asked + kAsked <= Lines) {
 #pragma GCC unroll 4
         for (int line = asked; line < asked + kAsked; ++line)
-          _mm_prefetch(ahead + (s * Lines + line) * 64, kLargeCache ? _MM_HINT_T0 : _MM_HINT_T1);
+          _mm_prefetch(ahead + (s * Lines + line) * 64, _MM_HINT_T1);
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -303,7 +303,7 @@ struct Codes {
     constexpr int64_t kBytes = kWord<T> * Bits::kPairBytes / 2, kLine = kBytes < 64 ? kBytes : 64;
     for (int line = 0; line < Columns; ++line)
       if ((column + line) * kLine < kBytes)
-        _mm_prefetch(ahead + step * kBytes + (column + line) * kLine, kLargeCache ? _MM_HINT_T0 : _MM_HINT_T1);
+        _mm_prefetch(ahead + step * kBytes + (column + line) * kLine, _MM_HINT_T1);
   }
 };
 template <class T>
