@@ -4,6 +4,10 @@
     python -m bench.cluster.serve --prefill 1 --decode 1 --model 100m --rate 2 --slo-ttft 500 --slo-tpot 60
     python -m bench.cluster.serve --address 127.0.0.1:50051 --operator unix:/run/…/router.sock --concurrency 8
     python -m bench.cluster.serve --trace conversation_trace.jsonl --length-scale 0.02 --time-scale 4 --requests 200
+    python -m bench.cluster.serve --rate 1 --batch 8    # what a batch costs the others
+
+With `--batch` each run is followed by one of the same requests beside others of the lowest class, which fill gaps. No
+request finds pages of another then.
 
 docs/lab/benchmarks.md says what the figures mean.
 """
@@ -16,11 +20,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 
-from baton.client import Client
+from baton.client import AsyncClient, Client
 from baton.config import parse_override
 from baton.errors import BatonError
+from baton.messages import LOWEST_CLASS
 from bench import clusters, models, report
 from deploy.load import sender
 from deploy.load.figures import Figure, Objectives, Outcome, errors, figures
@@ -29,6 +35,8 @@ from simulator import mooncake
 from simulator.lengths import Lengths
 
 _DEFAULTS = {"model": "100m", "requests": 100, "concurrency": 4, "prompt": "256", "output": "64"}
+BATCH_TARGET = 1.05
+"""Of the 99th percentiles without a batch."""
 _QUICK = {"model": "tiny", "requests": 40, "concurrency": 4, "prompt": "uniform:32:256", "output": "32"}
 
 
@@ -36,33 +44,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
         with ExitStack() as stack:
-            measure(*_addresses(arguments, stack), arguments)
+            # One event loop for all runs: gRPC's own thread may still have something for the one before.
+            measure(*_addresses(arguments, stack), arguments, stack.enter_context(asyncio.Runner()))
     except BatonError as error:
         report.say(f"serve: {error}")
         return 1
     return 0
 
 
-def measure(address: str, operator: str, arguments: argparse.Namespace) -> None:
-    """Run the load `asked.runs` times and print the median of every figure."""
+def measure(address: str, operator: str, arguments: argparse.Namespace, runner: asyncio.Runner) -> None:
+    """Run the load `arguments.runs` times and print the median of every figure."""
     with Client(operator=operator) as client:
         status = client.status(timeout=10)
     where = f"{status.model_name} {clusters.shape(status)}, {load_name(arguments)}"
     vocab = status.model.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
     objectives = Objectives(_seconds(arguments.slo_ttft), _seconds(arguments.slo_tpot))
     report.say(report.machine())
-    asyncio.run(_run(address, _warmup(arguments, vocab), arguments))
+    runner.run(_run(address, _warmup(arguments, vocab), arguments))
     runs: list[list[Figure]] = []
+    beside: list[dict[str, float]] = []
+    fillings: list[float] = []
     failed: Counter[str] = Counter()
     for run in range(arguments.runs):
         # A seed of its own for each run: the prompts of one must not be found in the cache by the next.
-        outcomes = asyncio.run(_run(address, plan(arguments, vocab, arguments.seed + run), arguments))
+        planned = plan(arguments, vocab, arguments.seed + run)
+        outcomes = runner.run(_run(address, planned, arguments))
         runs.append(figures(outcomes, objectives))
         failed += errors(outcomes)
+        if arguments.batch:
+            outcomes, rate = runner.run(_run_beside(address, planned, arguments))
+            beside.append({figure.name: figure.value for figure in figures(outcomes, objectives)})
+            fillings.append(rate)
+            failed += errors(outcomes)
         report.say(f"run {run + 1} of {arguments.runs}: {len(outcomes)} requests, {failed.total()} errors so far")
     for name, unit in dict.fromkeys((figure.name, figure.unit) for run in runs for figure in run):
         values = [figure.value for run in runs for figure in run if figure.name == name]
         report.emit(report.median_of("serve", f"{where}: {name}", unit, values))
+        if beside and name in beside[0] and name.startswith(("ttft", "itl", "tpot")):
+            case = f"{where}: {name} beside a batch of {arguments.batch}"
+            result = report.beside("serve", case, unit, [run[name] for run in beside], values)
+            report.emit(report.judged(result, BATCH_TARGET, "low") if name.endswith("p99") else result)
+    if fillings:
+        report.emit(report.median_of("serve", f"{where}: the batch's output tokens", "tokens/s", fillings))
     for reason, count in sorted(failed.items()):
         report.emit(report.Result("serve", f"{where}: errors, {reason}, all runs", count, "count"))
 
@@ -81,9 +104,32 @@ def plan(arguments: argparse.Namespace, vocab: int, seed: int) -> list[Planned]:
 
 
 async def _run(address: str, planned: Sequence[Planned], arguments: argparse.Namespace) -> list[Outcome]:
+    salted = arguments.batch > 0
     if arguments.concurrency is not None:
-        return await sender.closed_loop(address, planned, arguments.concurrency, arguments.timeout)
-    return await sender.open_loop(address, planned, arguments.timeout)
+        return await sender.closed_loop(address, planned, arguments.concurrency, arguments.timeout, salted=salted)
+    return await sender.open_loop(address, planned, arguments.timeout, salted=salted)
+
+
+async def _run_beside(
+    address: str, planned: Sequence[Planned], arguments: argparse.Namespace
+) -> tuple[list[Outcome], float]:
+    """Do so beside a batch of the same requests. Also return its tokens per second."""
+    made = 0
+
+    async def fill(filler: sender.Sender) -> None:
+        nonlocal made
+        for request in cycle(planned):
+            made += len((await filler.send(request.prompt, request.output, 0))[1])
+
+    async with AsyncClient(address) as client:
+        filler = sender.Sender(client, arguments.timeout, salted=True, priority=LOWEST_CLASS)
+        tasks = [asyncio.create_task(fill(filler)) for _ in range(arguments.batch)]
+        try:
+            return await _run(address, planned, arguments), made / filler.now()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
 
 
 def _warmup(arguments: argparse.Namespace, vocab: int) -> list[Planned]:
@@ -145,6 +191,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--length-scale", type=float, default=1.0, metavar="X", help="multiplies a trace's lengths")
 
     how = parser.add_argument_group("how it is measured")
+    how.add_argument("--batch", type=int, default=0, metavar="N", help="also beside N requests of the lowest class")
     how.add_argument("--slo-ttft", type=float, metavar="MS", help="objective for the time to the first token")
     how.add_argument("--slo-tpot", type=float, metavar="MS", help="objective for the time per further token")
     how.add_argument("--runs", type=int, default=3, help="the median of so many runs is reported")

@@ -14,8 +14,8 @@ from deploy.load.workload import Planned
 class Sender:
     """Sends requests. Its clock starts with it. `salted`: no two of its requests share a cached page."""
 
-    def __init__(self, client: AsyncClient, timeout: float, *, salted: bool = False) -> None:
-        self._client, self._timeout, self._salted = client, timeout, salted
+    def __init__(self, client: AsyncClient, timeout: float, *, salted: bool = False, priority: int = 0) -> None:
+        self._client, self._timeout, self._salted, self._priority = client, timeout, salted, priority
         self.restart()
 
     def restart(self) -> None:
@@ -32,7 +32,7 @@ class Sender:
         try:
             stream = self._client.generate(
                 prompt, timeout=self._timeout, max_tokens=output, temperature=0, ignore_eos=True,
-                cache_salt=secrets.token_hex(16) if self._salted else "",
+                cache_salt=secrets.token_hex(16) if self._salted else "", priority=self._priority,
             )  # fmt: skip
             async for delta in stream:
                 times += [self.now()] * len(delta.token_ids)
@@ -45,10 +45,10 @@ class Sender:
         ), result.token_ids  # fmt: skip
 
 
-async def open_loop(address: str, plan: Sequence[Planned], timeout: float) -> list[Outcome]:
+async def open_loop(address: str, plan: Sequence[Planned], timeout: float, *, salted: bool = False) -> list[Outcome]:
     """Send each request when it is due, however many are under way."""
     async with AsyncClient(address) as client:
-        sender = Sender(client, timeout)
+        sender = Sender(client, timeout, salted=salted)
 
         async def send(request: Planned) -> Outcome:
             await asyncio.sleep(request.at - sender.now())
@@ -57,12 +57,14 @@ async def open_loop(address: str, plan: Sequence[Planned], timeout: float) -> li
         return await asyncio.gather(*map(send, plan))
 
 
-async def closed_loop(address: str, plan: Sequence[Planned], concurrency: int, timeout: float) -> list[Outcome]:
+async def closed_loop(
+    address: str, plan: Sequence[Planned], concurrency: int, timeout: float, *, salted: bool = False
+) -> list[Outcome]:
     """Keep `concurrency` requests under way; the next is sent when one ends."""
     outcomes: list[Outcome] = []
     waiting = iter(plan)
     async with AsyncClient(address) as client:
-        sender = Sender(client, timeout)
+        sender = Sender(client, timeout, salted=salted)
 
         async def user() -> None:
             for request in waiting:
