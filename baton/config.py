@@ -120,6 +120,17 @@ ReasoningParser: TypeAlias = Literal[
 ]  # fmt: skip
 
 
+DRAFT_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
+
+
+class SpeculativeConfig(_Section, frozen=True):
+    """A draft that vLLM runs, by vLLM's names."""
+
+    method: str  # one of `DRAFT_METHODS`
+    model: Annotated[str, Meta(min_length=1)]  # directory or hub id
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)]
+
+
 class ModelConfig(_Section, frozen=True):
     """What is served."""
 
@@ -146,11 +157,12 @@ class ModelConfig(_Section, frozen=True):
     numerics: Literal["exact", "mixed"] = (
         "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
     )
-    speculation: Literal["auto", "off", "ngram", "draft", "heads"] = (
-        "auto"  # proposes tokens, which steps verify; ngram, draft, heads: all; auto: those that pay, where exact
+    speculation: Literal["auto", "off", "ngram", "draft", "heads", "vllm"] = (
+        "auto"  # proposes tokens, which steps verify; ngram, draft, heads, vllm: all; auto: those that pay, where exact
     )
     draft_model: str = ""  # a small checkpoint of the same vocabulary, which proposes tokens; as `path`
     speculation_heads: str = ""  # directory or hub id of an mlp_speculator for the model, which proposes tokens
+    speculative_config: SpeculativeConfig | None = None  # a draft that vLLM's runner runs itself
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 
     @property
@@ -543,10 +555,11 @@ def _with_normal_hosts(config: Config) -> Config:
 
 
 def _beside(config: Config, paths: Iterable[str]) -> Config:
-    kind = "auto" if config.model.speculation in ("draft", "heads") else config.model.speculation
+    kind = "auto" if config.model.speculation in ("draft", "heads", "vllm") else config.model.speculation
     plain = msgspec.structs.replace(
-        config.model, served_model_name="", lora_modules={}, draft_model="", speculation_heads="", speculation=kind
-    )
+        config.model, served_model_name="", lora_modules={}, draft_model="", speculation_heads="",
+        speculative_config=None, speculation=kind,
+    )  # fmt: skip
     more = [
         FurtherModel(
             model=msgspec.structs.replace(plain, path=path),
@@ -665,24 +678,36 @@ def _check_models(config: Config) -> None:
         drafters = (
             ("draft_model", "draft", model.draft_model),
             ("speculation_heads", "heads", model.speculation_heads),
+            ("speculative_config", "vllm", model.speculative_config),
         )
-        for field, kind, path in drafters:
-            if bool(path) != (model.speculation == kind) and model.speculation != "auto":
+        for field, kind, value in drafters:
+            if bool(value) != (model.speculation == kind) and model.speculation != "auto":
                 raise ConfigError(
-                    f"model.speculation is {model.speculation} and model.{field} {path!r}; "
+                    f"model.speculation is {model.speculation} and model.{field} {value!r}; "
                     f"name one if it is {kind} or auto, and none otherwise"
                 )
-        if model.draft_model and model.speculation_heads:
-            raise ConfigError(
-                f"model.draft_model is {model.draft_model!r} and model.speculation_heads {model.speculation_heads!r}; "
-                "name one of them"
-            )
+        if len(named := [f"model.{field} is {value!r}" for field, _, value in drafters if value]) > 1:
+            raise ConfigError(f"{' and '.join(named)}; name one of them")
+        if model.speculative_config:
+            _check_method(model.speculative_config.method)
         names = {*model.served_names, *model.lora_modules}
         if clash := names_so_far & names:
             raise ConfigError(
                 f"two models have the name {min(clash)!r}; set served_model_name of one of them to another"
             )
         names_so_far |= names
+
+
+def _check_method(method: str) -> None:
+    if method in DRAFT_METHODS:
+        return
+    advice = {
+        "ngram": "set model.speculation to ngram instead",
+        "mlp_speculator": "our own engine has such heads: set model.speculation_heads",
+        "mtp": "models that bring MTP layers have latents or states, whose steps verify no proposals",
+    }
+    known = f"it must be one of {', '.join(DRAFT_METHODS)}"
+    raise ConfigError(f"model.speculative_config: method is {method!r}; {advice.get(method, known)}")
 
 
 def _check_cascades(config: Config) -> None:

@@ -1,7 +1,7 @@
 """The draft model or the heads of a decode worker: what fits beside a model, and how it is loaded.
 
 `check` is called before anything starts. A draft model has an engine and pages of its own in the worker's process.
-Heads have their weights alone.
+Heads have their weights alone. vLLM loads its own drafts with the model.
 """
 
 import json
@@ -9,24 +9,36 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.checkpoint_files import read_object, text_settings
 from baton.checkpoints import hub
 from baton.config import Config, ModelConfig
 from baton.errors import ConfigError
 from decode_worker.draft_model import DraftModel
 from decode_worker.drafter import Drafter
+from decode_worker.handed_proposals import HandedProposals
 from decode_worker.heads import HeadsDrafter
+from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.cpu.packed_linear import PackedLinears
 from engine.engine import Engine, layout_of
 from engine.models import heads
 from engine.models.config import load_spec
 from engine.runner import Runner
 from engine.step.batch import Chunk, HiddenRow, Sampled
+from engine.vllm_runner import drafts
+from engine.vllm_runner.runner import VllmRunner
 from worker.calibration import calibrate
 
 
 def check(model: ModelConfig, path: Path) -> None:
-    """Raise ConfigError unless `model.draft_model` or `model.speculation_heads` fits the checkpoint in `path`, and
-    ModelError if it can't be read. What is not named is not checked."""
+    """Raise ConfigError unless the draft or the heads that are named fit the checkpoint in `path`, and ModelError if
+    they can't be read. What is not named is not checked."""
+    if settings := model.speculative_config:
+        folder = hub.resolve(settings.model)
+        own, other = (text_settings(read_object(each / "config.json")) for each in (path, folder))
+        if wrong := drafts.lack(settings, own, other):
+            raise ConfigError(f"model.speculative_config: {settings.model} does not fit the model: {wrong}")
+        with TensorFiles(folder):  # of other formats vLLM would unpickle some
+            pass
     if model.speculation_heads:
         spec, fitting = load_spec(path), heads.load_spec(hub.resolve(model.speculation_heads))
         if (fitting.vocab_size, fitting.hidden_size) != (spec.vocab_size, spec.hidden_size):
@@ -46,12 +58,15 @@ def check(model: ModelConfig, path: Path) -> None:
 
 
 def load(config: Config, runner: Runner) -> Drafter | None:
-    """Load `model.draft_model` or `model.speculation_heads` beside `runner`; none if neither is named. Raises as
-    `check` and `Engine.load` do."""
+    """Load `model.draft_model` or `model.speculation_heads` beside `runner`, or take what its own draft proposes; none
+    if nothing is named. Raises as `check` and `Engine.load` do."""
     model, page_size = config.model, config.pages.page_size
     check(model, hub.resolve(model.path))
     if model.speculation_heads:
         return _load_heads(hub.resolve(model.speculation_heads), runner)
+    if model.speculative_config:
+        assert isinstance(runner, VllmRunner), "no other runner has drafts of its own"
+        return HandedProposals(lambda: runner.proposals)
     if not model.draft_model:
         return None
     path = hub.resolve(model.draft_model)

@@ -22,6 +22,7 @@ from baton.messages import WorkerRole
 from engine.device.gpus import VisibleGpus, resolve_device
 from engine.engine import quantization_lack
 from engine.models.config import load_spec
+from engine.vllm_runner.drafts import settings_lack
 from engine.vllm_runner.requirements import (
     Installation,
     adapters_lack,
@@ -100,12 +101,15 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     native, on_gpu = _setting_lack(config) or native_lack(path, config, devices), set(devices) != {"cpu"}
     if model.speculation_heads:
         lack = lack or "model.speculation_heads is set, and only our own engine has heads; leave it out"
-    if model.speculation == "ngram" or model.draft_model or model.speculation_heads:
-        named = "draft_model" if model.draft_model else "speculation_heads" if model.speculation_heads else ""
+    drafters = ("draft_model", "speculation_heads", "speculative_config")
+    named = next((name for name in drafters if getattr(model, name)), "")
+    if model.speculation == "ngram" or named:
         setting = f"model.{named} is set" if named else "model.speculation is ngram"
         remedy = "leave it out" if named else "set it to auto"
         exact = model.numerics == "exact"
         unverified = proposals_lack(text_settings(raw), on_gpu=on_gpu, exact=exact, stages=stages)
+        if model.speculative_config:
+            unverified = unverified or settings_lack(model, text_settings(raw), config.pages.page_size, ranks)
         lack = lack or (f"{setting}, and {unverified}; {remedy}" if unverified else "")
         unverified = f"{setting}, and of our own kernels only those for CPUs verify proposals; {remedy}"
         native = native or (unverified if on_gpu or not model.native else "")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from baton.checkpoint_files import read_object
 from baton.checkpoints import hub
@@ -19,6 +23,7 @@ from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner
 from engine.vllm_runner import compiling
+from engine.vllm_runner.drafts import layers
 from engine.vllm_runner.pages import largest_page, vllm_kv_dtype
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.layout import PageLayout
@@ -59,12 +64,17 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
     own, page_size = config.worker(role), config.pages.page_size
     path = hub.resolve(config.model.path)
     raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
+    draft = config.model.speculative_config
+    if draft is not None:
+        draft = msgspec.structs.replace(draft, model=str(hub.resolve(draft.model)))
     num_pages: int | None = None
     if device == "cpu" or own.kv_cache_bytes:
         size = _room_for(own.kv_cache_bytes.on_cpu) if device == "cpu" else int(own.kv_cache_bytes)
-        num_pages = pool_pages(
-            size, largest_page(raw, config.model.dtype, page_size, held, config.stage_ranks_of(role))
-        )
+        page = largest_page(raw, config.model.dtype, page_size, held, config.stage_ranks_of(role))
+        if draft is not None:
+            more = layers(draft.method, read_object(Path(draft.model, "config.json")))
+            page = replace(page, num_layers=page.num_layers + more)
+        num_pages = pool_pages(size, page)
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
     eager = config.model.enforce_eager
@@ -93,6 +103,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         quantization=config.model.quantization,
         expert_parallel=config.model.enable_expert_parallel,
         stages=config.stages_of(role),
+        drafts={} if draft is None else msgspec.structs.asdict(draft),
     )
 
 

@@ -589,7 +589,8 @@ def _speculates(config: Config, runner: Runner) -> bool:
     """Whether its steps verify proposals. A step ahead would have to know what is accepted, so where a runner has steps
     ahead, these are given up only for a setting that asks for proposals."""
     model = config.model
-    opted_in = model.speculation == "ngram" or model.draft_model or model.speculation_heads
+    drafter = model.draft_model or model.speculation_heads or model.speculative_config
+    opted_in = model.speculation == "ngram" or drafter
     verifies = runner.verifies and (opted_in or not runner.launches_ahead)
     return model.speculation != "off" and bool(verifies)
 

@@ -23,6 +23,7 @@ from baton.messages import WorkerRole
 from baton.process import settle
 from baton.samples import Sample
 from decode_worker.drafter import Drafter
+from decode_worker.handed_proposals import HandedProposals
 from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler, DecodeStats
 from prefill_worker.scheduler import PrefillScheduler, PrefillStats
@@ -66,6 +67,8 @@ def run(
                         partial(reload, runner, _with_model(config, worker.next_weights), role)
                     )
                     held.enter_context(contextlib.closing(runner))
+                    if isinstance(drafter, HandedProposals):
+                        drafter = None  # it is the old runner's
                 serves = None if stop.is_set() else worker.next_role or serves
 
 

@@ -57,6 +57,10 @@ def up(
     speculation_heads: Annotated[
         str, typer.Option(help="Heads (mlp_speculator) trained for the model that propose tokens, which it verifies.")
     ] = "",
+    speculative_config: Annotated[
+        str,
+        typer.Option(metavar="JSON", help="vLLM's draft: its method, model and num_speculative_tokens (vLLM, CPUs)."),
+    ] = "",
     engine: Annotated[
         EngineOption | None,
         typer.Option(metavar="ENGINE", help="native, vllm, or auto: `baton doctor MODEL` says which and why."),
@@ -116,6 +120,8 @@ def up(
     flags |= {"cluster.prefill": prefill, "cluster.decode": decode, "cluster.routers": routers}
     flags |= {"api.host": host, "api.port": port, "api.insecure": insecure or None}
     flags |= {"tls.cert_file": ssl_certfile, "tls.key_file": ssl_keyfile, "tls.client_ca_file": ssl_ca_certs}
+    if speculative_config:
+        settings = [*(settings or ()), f"model.speculative_config={speculative_config}"]
     chosen = load(config, settings, flags, further)
     with state_file.locked(chosen.cluster.state_dir), Progress(err) as progress:
         if not chosen.model.path:

@@ -112,12 +112,15 @@ def _settle(config: Config, say: Say) -> Config:
 def _settle_model(pool: Config, say: Say) -> ModelConfig:
     model = pool.model
     path, known = hub.resolve(model.path, say=say), named.MODELS.get(model.path)
+    if (draft := model.speculative_config) is not None:
+        draft = msgspec.structs.replace(draft, model=str(hub.resolve(draft.model, say=say).resolve()))
     by_name = known is not None and path == known.folder and not is_loopback(pool.router.host)
     return msgspec.structs.replace(
         model,
         path=model.path if by_name else str(path.resolve()),
         draft_model=model.draft_model and str(hub.resolve(model.draft_model, say=say).resolve()),
         speculation_heads=model.speculation_heads and str(hub.resolve(model.speculation_heads, say=say).resolve()),
+        speculative_config=draft,
         served_model_name=model.served_model_name or Path(model.path).resolve().name,
     )
 

@@ -248,9 +248,12 @@ def _check_memory(config: Config, room: AvailableMemory) -> int:
     weights = _loaded_bytes(config, checkpoint) if checkpoint else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     pools += decode * config.draft_cache_bytes
-    drafts = config.model.draft_model or config.model.speculation_heads
+    model = config.model
+    own = model.speculative_config
+    drafts = model.draft_model or model.speculation_heads or (own.model if own is not None else "")
     draft = hub.cached(drafts) if drafts else None
-    loaded = copies * weights + (decode * weight_bytes(draft) if draft else 0)
+    drafting = decode if own is None else copies
+    loaded = copies * weights + (drafting * weight_bytes(draft) if draft else 0)
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     arena = arena_bytes(config, room)
     needed = arena + pools + processes + loaded

@@ -201,7 +201,10 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         "kv_cache_dtype": order.kv_cache_dtype,
         "block_size": order.page_size,
         "max_num_seqs": order.max_rows + order.companion,
-        "max_num_batched_tokens": order.max_tokens + order.companion,
+        # A draft model takes each row's next token besides.
+        "max_num_batched_tokens": order.max_tokens
+        + order.companion
+        + bool(order.drafts) * (order.max_rows + order.companion),
         "worker_extension_cls": EXTENSION,
         "gpu_memory_utilization": order.memory_share,
         "enforce_eager": order.eager,
@@ -233,6 +236,8 @@ def engine_arguments(order: Load) -> dict[str, Any]:
         arguments["distributed_executor_backend"] = "mp"
     if order.quantization:
         arguments["quantization"] = _ONLINE.get(order.quantization, order.quantization)
+    if order.drafts:
+        arguments["speculative_config"] = dict(order.drafts)
     if order.expert_parallel:
         arguments["enable_expert_parallel"] = True
     if order.max_model_len:
@@ -253,6 +258,8 @@ def _page_bytes(config: Any) -> int:
     held = kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model)
     parts = 1 if model.use_mla else 2 * model.get_total_num_kv_heads()
     layers = model.get_total_num_hidden_layers()
+    if (drafts := config.speculative_config) is not None and drafts.uses_draft_kv_cache():
+        layers += drafts.draft_model_config.get_total_num_hidden_layers()
     return parts * layers * model.get_head_size() * held.itemsize * config.cache_config.block_size
 
 

@@ -90,7 +90,7 @@ class Child:
         page_size = order.page_size if self._states else 0
         self._steps = Steps(
             self._ranks, lora_requests(order), self._windows, companion=order.companion, state_page=page_size,
-            states_only=self.shape["form"] == STATES,
+            states_only=self.shape["form"] == STATES, drafts=self._config.num_speculative_tokens,
         )  # fmt: skip
 
     @property

@@ -66,13 +66,18 @@ class BatonDraw(ABC):
 
     def _tokens(self, logits: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
         """Draw for the rows of `names` that have a draw: from `logits`, [requests, vocab], or where there are proposals
-        from the logits of each of their rows. Return [requests, tokens] on their device, with -1 behind the last."""
+        from the logits of each of their rows, which `logits` are already if vLLM knows of proposals. Return [requests,
+        tokens] on their device, with -1 behind the last."""
         if self.measured:
             names = list(map(str, range(len(logits))))
             self.rows = dict.fromkeys(names, _LARGEST_DRAW)
         rows = {name: row for name in names if (row := self.rows[name]).draw is not None}
         if rows:
-            if any(row.verify for row in rows.values()):
+            counts = [1 + len(self.rows[name].verify) for name in names]
+            if len(logits) == sum(counts) > len(names):
+                drawing = [name in rows for name, count in zip(names, counts, strict=True) for _ in range(count)]
+                logits = logits[drawing]
+            elif any(row.verify for row in rows.values()):
                 ends = self._ends()
                 logits = self._logits([at for name, row in rows.items() for at in row.drawn_after(ends[name])])
             elif len(rows) < len(names):
@@ -98,6 +103,11 @@ class FirstDraw(BatonDraw):
 
         tokens = self._tokens(logits, self.names)
         return SamplerOutput(sampled_token_ids=tokens.to(torch.int32), logprobs_tensors=None)
+
+    def accept(self, metadata: Any, probabilities: object, logits: torch.Tensor, sampling_metadata: Any) -> Any:
+        """vLLM's rejection sampler. It is called where a step has proposals and vLLM knows a draft, with the logits of
+        all rows."""
+        return self(logits, sampling_metadata)
 
 
 class SecondDraw(BatonDraw):

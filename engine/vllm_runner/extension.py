@@ -17,6 +17,7 @@ from baton.errors import UnsupportedModel
 from engine.cuda.copies import CudaCopies
 from engine.cuda.mover import OverlappedMover
 from engine.vllm_runner.draw import make_draw
+from engine.vllm_runner.guesses import Guesses
 from engine.vllm_runner.leftovers import unlink_shared_memory
 from engine.vllm_runner.messages import Row
 from engine.vllm_runner.pages import FP8
@@ -34,6 +35,7 @@ class BatonExtension:
     """The names begin with `baton_`, so that none is one of vLLM's worker."""
 
     model_runner: Any
+    vllm_config: Any
     use_v2_model_runner: bool
     rank: int
     parallel_config: Any
@@ -49,6 +51,9 @@ class BatonExtension:
         """Draw in the place of vLLM's sampler from now on. At first vLLM measures what that takes."""
         self.baton_draw = make_draw(self.model_runner, second=self.use_v2_model_runner)
         self.model_runner.sampler = self.baton_draw
+        if self.vllm_config.speculative_config is not None:
+            self.model_runner.rejection_sampler = self.baton_draw.accept
+            Guesses(self.model_runner.drafter, self.baton_draw)
 
     def baton_prepare(self) -> Mapping[str, Any]:
         """Steps come from now on. Return the shape and form of this rank's part of pages."""
@@ -154,9 +159,10 @@ class BatonExtension:
         self, order: Any, fresh: Sequence[int], states: Sequence[tuple[int, int]], rows: Mapping[str, Row]
     ) -> Any:
         """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute the rows, score, draw. Return
-        the tokens and the scores by request, and the requests with another token on the device than was drawn. Every
-        rank of the last stage draws: a draw is a pure function of logits that all of them have. With vLLM's second
-        model runner, return a `LaunchedStep`, which waits for that, while the next step may be launched."""
+        the tokens and the scores by request, the requests with another token on the device than was drawn, and by
+        request what vLLM's draft proposes. Every rank of the last stage draws: a draw is a pure function of logits that
+        all of them have. With vLLM's second model runner, return a `LaunchedStep`, which waits for that, while the next
+        step may be launched."""
         self.baton_zero(fresh)
         for source, dest in states:
             self.baton_duplicate(source, dest)
@@ -178,7 +184,16 @@ class BatonExtension:
             from engine.vllm_runner.launched_step import LaunchedStep
 
             return LaunchedStep(output, draw.launched, scores)
-        return draw.drawn, scores, ()
+        return draw.drawn, scores, (), self._baton_drafts()
+
+    def _baton_drafts(self) -> Mapping[str, Sequence[int]]:
+        if (taken := self.model_runner.take_draft_token_ids()) is None:
+            return {}
+        return {
+            name: each
+            for name, each in zip(taken.req_ids, taken.draft_token_ids, strict=True)
+            if name in self.baton_draw.drawn
+        }
 
     def _baton_part_of(self, layers: int) -> slice:
         """The bytes of this rank's heads in a page of so many layers."""

@@ -14,7 +14,9 @@ from baton.messages import PromptTokenLogprob
 from engine.sampling.device_sampler import LaunchedDraws
 from engine.step.batch import Sampled
 
-StepOutput = tuple[Mapping[str, Sequence[Sampled]], Mapping[str, list[PromptTokenLogprob]], Sequence[str]]
+StepOutput = tuple[
+    Mapping[str, Sequence[Sampled]], Mapping[str, list[PromptTokenLogprob]], Sequence[str], Mapping[str, Sequence[int]]
+]
 
 
 class LaunchedStep(AsyncModelRunnerOutput):
@@ -34,9 +36,9 @@ class LaunchedStep(AsyncModelRunnerOutput):
         if hasattr(self._output, "get_output"):
             self._output.get_output()
         if self._launched is None:
-            return {}, self._scores, ()
+            return {}, self._scores, (), {}
         names, draws = self._launched
         drawn = {name: [one] for name, one in zip(names, draws.collect(), strict=True)}
         corrected = [names[row] for row in draws.corrected]
         self._launched = None  # the logits
-        return drawn, self._scores, corrected
+        return drawn, self._scores, corrected, {}

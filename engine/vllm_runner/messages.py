@@ -82,6 +82,7 @@ class Load(Struct, frozen=True, tag=True):
     expert_parallel: bool = False
     gpus: Sequence[str] = ()  # UUIDs of the ranks' GPUs
     stages: int = 1  # that divide the layers; the ranks of each one divide the heads
+    drafts: Mapping[str, str | int] = {}  # vLLM's `speculative_config`; empty: it proposes nothing
 
     @property
     def stage_ranks(self) -> int:
@@ -173,11 +174,13 @@ class Loaded(Struct, frozen=True, tag=True):
 
 class Drawn(Struct, frozen=True, tag=True):
     """A step has run. For each row the tokens drawn, up to the first that is not the proposal after it; and by number
-    of the row what it scored. A row that follows one without a token was left out."""
+    of the row what it scored, and what vLLM's draft proposes after the last token. A row that follows one without a
+    token was left out."""
 
     sampled: Sequence[Sequence[Sampled]]
     scores: Mapping[int, Sequence[PromptTokenLogprob]]
     seconds: float
+    proposals: Mapping[int, Sequence[int]] = {}
 
 
 class Copied(Struct, frozen=True, tag=True):

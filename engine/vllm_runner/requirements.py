@@ -96,6 +96,8 @@ def setting_that_needs_vllm(config: Config) -> str:
         return f"model.lora_modules names LoRA adapters ({', '.join(sorted(config.model.lora_modules))})"
     if config.model.max_loras:
         return f"model.max_loras is {config.model.max_loras}"
+    if config.model.speculative_config:
+        return f"model.speculative_config names a draft ({config.model.speculative_config.model})"
     if config.model.kv_cache_dtype in pages.FP8.keys() - CODES.keys():
         return f"model.kv_cache_dtype is {config.model.kv_cache_dtype}"
     if config.model.quantization and config.model.quantization not in QUANTIZED_AT_LOAD:

@@ -40,6 +40,7 @@ from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
+from engine.vllm_runner.drafts import layers
 from engine.vllm_runner.leftovers import ProcessFolder
 from engine.vllm_runner.messages import (
     AddAdapter,
@@ -150,6 +151,8 @@ class VllmRunner:
         self.max_positions = loaded.max_positions
         self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
         self.verifies = loaded.verifies
+        self.proposals: Mapping[int, Sequence[int]] = {}
+        """What vLLM's draft proposes after the last step, by number of its chunk."""
         self._process, self._folder = process, folder
         self._child = self._copies = ChildLink(link)
         self._duplicates = 0  # orders
@@ -203,6 +206,7 @@ class VllmRunner:
         quantization: str = "",
         expert_parallel: bool = False,
         stages: int = 1,
+        drafts: Mapping[str, str | int] = MappingProxyType({}),
     ) -> Self:
         """Start the child and have it load the checkpoint in `path`, with `num_pages` empty pages.
 
@@ -245,8 +249,11 @@ class VllmRunner:
             expert_parallel,
             gpu_uuids(device, ranks),
             stages,
+            dict(drafts),
         )
         fingerprint = _fingerprint(path)
+        if drafts:
+            fingerprint = _with_drafts(fingerprint, drafts)
         if quantization:
             fingerprint = _digest(fingerprint, quantization)
         environment = child_environment(os.environ, device, threads, order.stage_ranks, exact=exact)
@@ -312,7 +319,7 @@ class VllmRunner:
                 self._masks.wait(under_way)
             return Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
 
-        return RunningStep(self._child.order(step), list(zip(chunks, known, strict=True)))
+        return RunningStep(self._child.order(step), list(zip(chunks, known, strict=True)), self)
 
     def add_adapter(self, name: str, path: str) -> AdapterCard:
         order, most = self._order, self._order.max_loras
@@ -496,8 +503,8 @@ def _with_draw(row: Row, chunk: Chunk) -> Row:
 class RunningStep:
     """A step that the child was sent."""
 
-    def __init__(self, pending: Pending, chunks: Sequence[tuple[Chunk, _Known | None]]) -> None:
-        self._pending, self._chunks = pending, chunks
+    def __init__(self, pending: Pending, chunks: Sequence[tuple[Chunk, _Known | None]], runner: VllmRunner) -> None:
+        self._pending, self._chunks, self._runner = pending, chunks, runner
 
     def done(self) -> bool:
         return self._pending.done
@@ -508,6 +515,7 @@ class RunningStep:
             kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
             raise kind(f"vLLM: {answer.kind}: {answer.message}")
         assert isinstance(answer, Drawn)
+        self._runner.proposals = answer.proposals
         last: list[Sampled | None] = []
         verified: dict[int, Sequence[Sampled | None]] = {}
         for number, ((chunk, known), drawn) in enumerate(zip(self._chunks, answer.sampled, strict=True)):
@@ -541,6 +549,14 @@ def _fingerprint(path: Path) -> bytes:
     with TensorFiles(path) as files:
         content = files.fingerprint(config)
     return _digest(content, f"vllm {_release()}")
+
+
+def _with_drafts(fingerprint: bytes, drafts: Mapping[str, str | int]) -> bytes:
+    """The same with a draft's content, if pages have layers of it."""
+    own, path = _fingerprint(Path(str(drafts["model"]))), Path(str(drafts["model"]), "config.json")
+    if not layers(str(drafts["method"]), read_object(path)):
+        return fingerprint
+    return _digest(fingerprint, f"{drafts['method']} {own.hex()}")
 
 
 def _digest(content: bytes, text: str) -> bytes:

@@ -98,13 +98,15 @@ class Steps:
         companion: bool,
         state_page: int,
         states_only: bool,
+        drafts: int,
     ) -> None:
         """`adapters`: vLLM's LoRA requests by the numbers that rows have. `windows`: of its groups of layers, 0 for the
         one without. `companion`: no step has a single row. `state_page`: the tokens of a page, if the other groups have
-        recurrent states; else 0. `states_only`: the main group has states too."""
+        recurrent states; else 0. `states_only`: the main group has states too. `drafts`: the proposals that
+        vLLM makes for each row of a step that draws."""
         self._ranks, self._adapters, self._companion = ranks, adapters, companion
         self._main, self._groups, self._state_page = windows.index(0), len(windows) - 1, state_page
-        self._states_only = states_only
+        self._states_only, self._drafts = states_only, drafts
         self._companion_row = structs.replace(_COMPANION, window_pages=[-NULL_BLOCKS] * self._groups)
         self._names: dict[int, str] = {}  # what vLLM calls a row that it knows
         self._outputs: dict[int, int] = {}  # tokens drawn for it, as vLLM has counted
@@ -138,19 +140,23 @@ class Steps:
             drawn: Mapping[str, Sequence[Sampled]] = {}
             scored: Mapping[str, list[PromptTokenLogprob]] = {}
             corrected: Sequence[str] = ()
+            drafted: Mapping[str, Sequence[int]] = {}
             if started.answers is not None:
-                drawn, scored, corrected = self._ranks.agreed(started.answers(), _tokens)
+                drawn, scored, corrected, drafted = self._ranks.agreed(started.answers(), _tokens)
             scores: dict[int, list[PromptTokenLogprob]] = {}
+            proposals: dict[int, Sequence[int]] = {}
             for (number, row), name in zip(started.rows.items(), started.names, strict=False):
                 if name in scored:
                     scores[number] = scored[name]
+                if name in drafted:
+                    proposals[number] = drafted[name]
                 if row.verify:
                     self._outputs[row.name] += len(drawn[name]) - 1
                 if row.follows is None or started.before.gives(row.follows):
                     started.sampled[number] = drawn.get(name, ())
                 if name in corrected:
                     started.corrected.add(number)
-        return Drawn(started.sampled, scores, started.seconds)
+        return Drawn(started.sampled, scores, started.seconds, proposals)
 
     def add_adapter(self, number: int, name: str, path: str) -> None:
         """Load an adapter for rows to come."""
@@ -241,6 +247,7 @@ class Steps:
             scheduled_encoder_inputs={},
             finished_req_ids=left,
             free_encoder_mm_hashes=[],
+            num_spec_tokens_to_schedule=self._drafts if any(row.draw is not None for row in rows) else 0,
         )
         return order, names
 
@@ -267,5 +274,5 @@ class Steps:
             self._outputs.pop(row, None)
 
 
-def _tokens(answer: tuple[Mapping[str, Sequence[Sampled]], object, object]) -> dict[str, list[int]]:
+def _tokens(answer: tuple[Mapping[str, Sequence[Sampled]], object, object, object]) -> dict[str, list[int]]:
     return {name: [one.token for one in each] for name, each in answer[0].items()}

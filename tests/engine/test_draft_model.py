@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,54 @@ def test_a_draft_model_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
     (other / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="has 4000 tokens and the model's vocabulary 2113"):
         draft.check(settings(**{"model.draft_model": str(other)}).model, DEMO_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "why"),
+    [
+        ("draft_model", {}, ""),
+        ("draft_model", {"vocab_size": 4_000}, "it has 4000 tokens and the model's vocabulary 2113"),
+        ("eagle", {"num_key_value_heads": 4}, "its layers keep 4 KV heads of .* pages have layers of one kind"),
+        ("medusa", {"num_heads": 2}, "it has 2 heads, and num_speculative_tokens is 3: lower that"),
+        ("medusa", {"num_heads": 3, "hidden_size": 64}, "it is for a hidden size of 64"),
+    ],
+)
+def test_a_draft_of_vllm_that_does_not_fit_is_refused_by_name(
+    method: str, config: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    other = shutil.copytree(DEMO_MODEL, tmp_path / "other")
+    own = {"method": method, "model": str(other), "num_speculative_tokens": 3}
+    model = settings(**{"model.speculative_config": own}).model
+    (other / "config.json").write_text(json.dumps(json.loads((other / "config.json").read_text()) | config))
+    with pytest.raises(ConfigError, match=f"{other} does not fit the model: {why}") if why else nullcontext():
+        draft.check(model, DEMO_MODEL)
+    if not why:
+        (other / "model.safetensors").rename(other / "pytorch_model.bin")
+        with pytest.raises(ModelNotFound, match="safetensors"):
+            draft.check(model, DEMO_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"method": "ngram"}, "method is 'ngram'; set model.speculation to ngram instead"),
+        ({"method": "mtp"}, "method is 'mtp'; models that bring MTP layers have latents or states"),
+        ({"method": "suffix"}, "method is 'suffix'; it must be one of draft_model, eagle, eagle3, medusa"),
+        ({"model": ""}, r"length >= 1 - at `\$\.model\.speculative_config\.model`"),
+        ({"num_speculative_tokens": 17}, r"<= 16 - at `\$\.model\.speculative_config\.num_speculative_tokens`"),
+        ({"parallel_drafting": True}, r"unknown field `parallel_drafting` - at `\$\.model\.speculative_config`"),
+    ],
+)
+def test_what_vllm_is_not_told_of_a_draft_is_refused_by_name(change: dict[str, object], why: str) -> None:
+    own = {"method": "eagle", "model": "m", "num_speculative_tokens": 3} | change
+    with pytest.raises(ConfigError, match=why):
+        load(None, {"model.speculative_config": own})
+
+
+def test_one_kind_of_draft_is_named() -> None:
+    own = {"method": "eagle", "model": "m", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=r"model\.draft_model is 'd' and model\.speculative_config is .*name one of"):
+        load(None, {"model.speculative_config": own, "model.draft_model": "d"})
 
 
 @pytest.mark.parametrize(("speculation", "path"), [("draft", ""), ("ngram", "small"), ("off", "small")])

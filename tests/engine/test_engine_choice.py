@@ -259,6 +259,42 @@ def test_heads_need_our_own_engine_on_a_cpu(tmp_path: Path) -> None:
     assert "only those for CPUs" in engine_facts(config, tmp_path, ["cuda"], RIGHT).native_lack
 
 
+DRAFT = {"model.speculative_config": {"method": "eagle", "model": "m", "num_speculative_tokens": 3}}
+
+
+def test_vllms_drafts_need_its_runner_on_a_cpu(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = load(None, {**DRAFT, "pages.page_size": 32})
+    facts = engine_facts(config, tmp_path, ["cpu"], RIGHT)
+    assert "model.speculative_config names a draft" in facts.native_lack
+    assert not facts.vllm_lack
+    assert "model.speculative_config is set, and on a GPU" in engine_facts(config, tmp_path, ["cuda"], RIGHT).vllm_lack
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "why"),
+    [
+        (MLA, {"pages.page_size": 16}, "latents"),
+        (GRANITE, {"pages.page_size": 64}, "recurrent states"),
+        (LLAMA, {"model.numerics": "mixed"}, "model.numerics is mixed"),
+        (LLAMA, {"model.max_loras": 1}, "with LoRA adapters vLLM's drafts were not tried"),
+        (LLAMA, {"model.kv_cache_dtype": "fp8"}, "with model.kv_cache_dtype fp8 vLLM's drafts were not tried"),
+        (LLAMA, {"model.tensor_parallel_size": 2}, "on 2 ranks vLLM's drafts were not tried"),
+        (
+            LLAMA | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
+            {},
+            "the model's layers form groups",
+        ),
+    ],
+)
+def test_what_vllm_has_no_drafts_for(
+    config: dict[str, Any], setting: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = load(None, {**DRAFT, "pages.page_size": 32, **setting})
+    assert f"model.speculative_config is set, and {why}" in engine_facts(settings, tmp_path, ["cpu"], RIGHT).vllm_lack
+
+
 def test_vllms_second_runner_verifies_no_proposals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")

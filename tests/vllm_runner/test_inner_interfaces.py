@@ -33,7 +33,8 @@ from kvstore.layout import PageLayout
 
 SOURCES = sorted(Path(extension.__file__).parent.glob("*.py"))
 NEWER = hasattr(importlib.import_module("vllm.v1.engine.core"), "get_global_kv_cache_groups")  # 0.33
-LOADS = (Load("m", "auto", 8, 32, 4, 64, 1), Load("m", "auto", None, 16, 4, 64, 1, "cuda", 0.5))
+DRAFTS = {"method": "eagle", "model": "d", "num_speculative_tokens": 2}
+LOADS = (Load("m", "auto", 8, 32, 4, 64, 1, drafts=DRAFTS), Load("m", "auto", None, 16, 4, 64, 1, "cuda", 0.5))
 
 
 def imports() -> Iterator[tuple[str, str]]:
@@ -200,16 +201,17 @@ def test_a_worker_knows_its_configuration_and_which_model_runner_it_has():
     from vllm.v1.worker.worker_base import WorkerBase
 
     source = inspect.getsource(WorkerBase.__init__)
-    for attribute in ("model_config", "cache_config", "parallel_config", "rank", "distributed_init_method"):
+    configs = ("vllm_config", "model_config", "cache_config", "parallel_config")
+    for attribute in (*configs, "rank", "distributed_init_method"):
         assert f"self.{attribute} = " in source, attribute
 
     assert "self.use_v2_model_runner = vllm_config.use_v2_model_runner" in inspect.getsource(Worker.__init__)
 
 
-def calls_of_the_sampler(function: Any) -> Iterator[tuple[list[str], set[str | None]]]:
+def calls_of_the_sampler(function: Any, name: str = "sampler") -> Iterator[tuple[list[str], set[str | None]]]:
     """The arguments and keywords with which vLLM's function calls its sampler."""
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.sampler":
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{name}":
             yield [ast.unparse(one) for one in node.args], {keyword.arg for keyword in node.keywords}
 
 
@@ -220,6 +222,27 @@ def test_how_the_first_model_runner_calls_its_sampler():
     assert parameters(draw.FirstDraw.__call__) == ["logits", "sampling_metadata"]
     assert {field.name for field in dataclasses.fields(SamplerOutput)} >= {"sampled_token_ids", "logprobs_tensors"}
     assert list(calls_of_the_sampler(GPUModelRunner._sample)) == [([], {"logits", "sampling_metadata"})]
+
+
+def test_how_the_first_model_runner_calls_its_draft():
+    """`accept` stands in the place of the rejection sampler, and `Guesses` in that of the draft's own draws."""
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.v1 import outputs
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+    from vllm.v1.spec_decode.medusa import MedusaProposer
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    ((accepted, keywords),) = calls_of_the_sampler(GPUModelRunner._sample, "rejection_sampler")
+    assert (len(accepted), accepted[2], keywords) == (4, "logits", set())
+    assert len(parameters(draw.FirstDraw.accept)) == 4
+    assert parameters(SpecDecodeBaseProposer._greedy_sample) == ["hidden_states"]
+    assert parameters(MedusaProposer.propose)[:2] == ["num_speculative_tokens", "target_hidden_states"]
+    assert "self._greedy_sample(hidden_states)" in inspect.getsource(SpecDecodeBaseProposer._sample_draft_tokens)
+    assert "self.drafter.propose" in inspect.getsource(GPUModelRunner.propose_draft_token_ids)
+    assert not needed(GPUModelRunner.take_draft_token_ids)
+    assert {"req_ids", "draft_token_ids"} <= set(inspect.signature(outputs.DraftTokenIds).parameters)
+    assert not needed(SpeculativeConfig.uses_draft_kv_cache)
+    assert isinstance(VllmConfig.num_speculative_tokens, property)
 
 
 def test_our_draw_is_what_vllms_profile_measures():
@@ -280,8 +303,11 @@ def test_the_bytes_of_a_page(held: str, dtype: str):
         get_total_num_hidden_layers=lambda: 3,
         get_head_size=lambda: 64,
     )
-    config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(cache_dtype=held, block_size=32))
+    caches = SimpleNamespace(cache_dtype=held, block_size=32)
+    config = SimpleNamespace(model_config=model, cache_config=caches, speculative_config=None)
     assert _page_bytes(config) == PageLayout(3, 2, 64, 32, dtype).page_bytes
+    config.speculative_config = SimpleNamespace(draft_model_config=model, uses_draft_kv_cache=lambda: True)
+    assert _page_bytes(config) == PageLayout(6, 2, 64, 32, dtype).page_bytes
 
 
 def test_what_a_layer_with_states_says_of_them():

@@ -132,7 +132,8 @@ def test_a_sequence_moves_and_is_computed_again_after_a_wrong_proposal(paths: Ca
 
 @pytest.mark.technique("Speculation by n-grams, token-identical")
 def test_a_cluster_has_the_tokens_that_it_has_without_while_a_worker_dies(path: Path, tmp_path: Path) -> None:
-    """Greedy, drawn and ruled outputs of 24 at once, with n-grams, and with the model as its own draft."""
+    """Greedy, drawn and ruled outputs of 24 at once, with n-grams, and with the model as its own draft, which our own
+    engine or vLLM runs. Then the pages of prompts have layers of the draft."""
     requests = [(prompt, setting) for prompt in PROMPTS[:6] for setting in SETTINGS]
     more = {
         **VLLM,
@@ -153,9 +154,11 @@ def test_a_cluster_has_the_tokens_that_it_has_without_while_a_worker_dies(path: 
     with LocalCluster(workload.settings(path, 1, 1, **more), tmp_path / "off") as cluster:
         expected = answers(cluster)
         assert not metric(cluster, "decode-0", "spec_decode_num_drafts_total")
-    for kind, draft in {"ngram": "", "draft": str(path)}.items():
-        more |= {"model.speculation": kind, "model.draft_model": draft}
-        with LocalCluster(workload.settings(path, 1, 2, **more), tmp_path / kind) as cluster:
+    own = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 4}
+    drafts = {"ngram": {}, "draft": {"model.draft_model": str(path)}, "vllm": {"model.speculative_config": own}}
+    for kind, draft in drafts.items():
+        settings = workload.settings(path, 1, 2, **more, **draft, **{"model.speculation": kind})
+        with LocalCluster(settings, tmp_path / kind) as cluster:
 
             def kill(cluster: LocalCluster = cluster) -> None:
                 eventually(lambda: load_of(cluster, "decode-0").running > 2, what="streams on a worker")

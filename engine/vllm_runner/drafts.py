@@ -1,0 +1,58 @@
+"""vLLM's own drafts: which of them run here, and what they add to a page. Pure: from settings and configs alone.
+
+A draft model and EAGLE's layers keep K and V of their own, in vLLM's blocks beside those of the model. So pages have
+these layers too, on workers of both roles: after a hand-off the draft knows the prompt. Medusa's heads keep nothing.
+"""
+
+# pyright: strict
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.config import ModelConfig, SpeculativeConfig
+from engine.models.config_file import ConfigFile
+from engine.vllm_runner.layers import of_config
+
+
+def layers(method: str, draft: Mapping[str, Any]) -> int:
+    """Return how many layers a draft with this config adds to pages. Raises ModelError for a size that is none."""
+    return 0 if method == "medusa" else ConfigFile(draft).count("num_hidden_layers")
+
+
+def settings_lack(model: ModelConfig, text: Mapping[str, Any], page_size: int, ranks: int) -> str:
+    """Return why a model with these settings and this config has no draft of vLLM's; "" if it may. Raises ModelError
+    for sizes that are none."""
+    if model.lora_modules or model.max_loras:
+        return "with LoRA adapters vLLM's drafts were not tried"
+    if ranks > 1:
+        return f"on {ranks} ranks vLLM's drafts were not tried"
+    if model.kv_cache_dtype != "auto":
+        return f"with model.kv_cache_dtype {model.kv_cache_dtype} vLLM's drafts were not tried"
+    if of_config(text, page_size)[1].count:
+        return "the model's layers form groups with pages of their own, and a draft's layers have no place there"
+    return ""
+
+
+def lack(settings: SpeculativeConfig, text: Mapping[str, Any], draft: Mapping[str, Any]) -> str:
+    """Return why a draft with this config proposes no tokens for a model with that one; "" if it may. Raises ModelError
+    for sizes that are none."""
+    own, other, count = ConfigFile(text), ConfigFile(draft), settings.num_speculative_tokens
+    if settings.method == "medusa":
+        if (size := other.count("hidden_size")) != own.count("hidden_size"):
+            return f"it is for a hidden size of {size}, and the model has {own.count('hidden_size')}"
+        heads = other.count("num_heads", other.count("medusa_num_heads", 5))
+        return f"it has {heads} heads, and num_speculative_tokens is {count}: lower that" if heads < count else ""
+    if (words := other.count("vocab_size")) != own.count("vocab_size"):
+        return f"it has {words} tokens and the model's vocabulary {own.count('vocab_size')}"
+    (heads, width), kept = _kept(own), _kept(other)
+    if kept != (heads, width):
+        return (
+            f"its layers keep {kept[0]} KV heads of {kept[1]} elements and the model's {heads} of {width}: pages have "
+            "layers of one kind"
+        )
+    return ""
+
+
+def _kept(config: ConfigFile) -> tuple[int, int]:
+    """KV heads and the elements of each."""
+    return config.count("num_key_value_heads", config.count("num_attention_heads")), config.head_dim()

@@ -1,0 +1,238 @@
+"""vLLM's own drafts: tokens are those without, and proposals are right. Needs an environment with vLLM."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaModel
+
+pytest.importorskip("vllm")
+
+from decode_worker.speculation import accepted
+from engine.runner import Mover
+from engine.step.batch import Chunk
+from engine.vllm_runner.runner import VllmRunner
+from kvstore.arena.memory import Arena
+from kvstore.client.transfer import CopiedOut, CopyIn, CopyOut
+from tests.support import checkpoints
+from tests.vllm_runner.driver import PAGE, Generation, load, prompt_of, run, step
+from tests.vllm_runner.test_runner import paths as paths
+from tests.vllm_runner.test_speculation import COUNT, DRAWS, alike, members, take, with_proposals
+
+GUESSES = 3
+LAYERS = {"draft_model": 4, "eagle": 1, "eagle3": 1, "medusa": 0}
+"""What a draft of each method adds to pages."""
+NORM = "input_layernorm"
+PROJECTED = re.compile(r"\.[qkv]_proj\.")
+WORDS = 300  # of EAGLE-3's own vocabulary: every third token
+
+Loaded = Callable[[str], VllmRunner]
+
+
+def write_draft(method: str, model: Path, folder: Path) -> Path:
+    """Random heads or an EAGLE layer for a Llama; as a draft model, the model itself."""
+    if method == "draft_model":
+        return model
+    config, weights = json.loads((model / "config.json").read_text()), load_file(model / "model.safetensors")
+    size, rng = config["hidden_size"], torch.Generator().manual_seed(5)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng) * 0.3
+
+    if method == "medusa":
+        config = {"model_type": "medusa", "hidden_size": size, "vocab_size": checkpoints.VOCAB, "num_heads": GUESSES}
+        tensors = {f"blocks.{head}.layers.0.weight": weight(size, size) for head in range(GUESSES)}
+        tensors |= {f"lm_heads.{head}.weight": weight(checkpoints.VOCAB, size) for head in range(GUESSES)}
+    else:
+        config |= {"num_hidden_layers": 1}
+        own = {name.removeprefix("model."): tensor for name, tensor in weights.items() if ".layers.1." in name}
+        tensors = {name.replace("layers.1.", "layers.0."): each for name, each in own.items() if NORM not in name}
+        tensors["fc.weight"] = weight(size, 2 * size)
+    if method == "eagle3":
+        config |= {"draft_vocab_size": WORDS, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+        tensors |= {name: weight(len(each), 2 * size) for name, each in tensors.items() if PROJECTED.search(name)}
+        tensors |= {f"layers.0.{name}.weight": torch.ones(size) for name in (NORM, "hidden_norm")}
+        tensors |= {"norm.weight": torch.ones(size), "fc.weight": weight(size, 3 * size)}
+        tensors |= {"lm_head.weight": weight(WORDS, size), "d2t": 2 * torch.arange(WORDS)}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafts(paths: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda method: write_draft(method, paths("llama"), tmp_path_factory.mktemp(method)))
+
+
+@pytest.fixture(scope="module")
+def runner(paths: Callable[[str], Path], drafts: Callable[[str], Path]) -> Iterator[Loaded]:
+    """The model with a draft of that method; "" has none, and a second one stands behind a slash."""
+    runners: list[VllmRunner] = []
+
+    @cache
+    def loaded(name: str) -> VllmRunner:
+        method = name.split("/")[0]
+        own = {"method": method, "model": str(drafts(method)), "num_speculative_tokens": GUESSES} if method else {}
+        runners.append(load(paths("llama"), drafts=own))
+        return runners[-1]
+
+    yield loaded
+    for one in runners:
+        one.close()
+
+
+def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.0, seed: int = 0) -> tuple[int, int]:
+    """Steps until all have drawn `COUNT`: of all members with all proposals; with `most` below one, of random members,
+    with some proposals left out, some wrong, and some masks late. Return how many proposals there were, and how many
+    were right."""
+    rng, made, right = random.Random(seed), 0, 0
+    guesses: dict[Generation, Sequence[int]] = {}
+    while unfinished := [one for one in sequences if len(one.drawn) < COUNT]:
+        running = unfinished if most == 1.0 else rng.sample(unfinished, rng.randint(1, len(unfinished)))
+        chunks: list[Chunk] = []
+        for one in running:
+            guess = list(guesses.pop(one, ()))
+            late = None
+            if guess and rng.random() > most:
+                del guess[rng.randint(1, len(guess)) :]
+                guess[rng.randrange(len(guess))] = 3
+                guess += [3] * rng.choice((0, 13))  # n-grams propose more than a draft
+                late = rng.randint(0, len(guess))
+            guess = guess[: COUNT - len(one.drawn) - 1]
+            chunks.append(with_proposals(one, guess, late) if one.drawn else one.chunk(rng.choice((16, 40))))
+        results = step(model, *chunks)
+        guesses.clear()
+        for number, (one, chunk) in enumerate(zip(running, chunks, strict=True)):
+            drawn = accepted(chunk, (*results.verified.get(number, ()), results.sampled[number]))
+            take(one, chunk, drawn) if chunk.sample is not None else one.take(chunk, None)
+            assert (number in model.proposals) == bool(drawn)
+            guesses[one] = model.proposals.get(number, ())
+            made, right = made + len(chunk.verify), right + max(0, len(drawn) - 1)
+    return made, right
+
+
+@pytest.mark.technique("vLLM's own drafts, token-identical")
+@pytest.mark.parametrize("method", LAYERS)
+def test_tokens_are_those_without_drafts(method: str, runner: Loaded):
+    """In mixed steps and prompts in chunks, with drawn and ruled tokens, and where masks are late."""
+    single, several = members(), members()
+    run(runner(""), single, COUNT)
+    assert runner(method).verifies
+    drafted(runner(method), several, 0.5)
+    alike(several, single)
+    assert runner(method).layout.num_layers == 4 + LAYERS[method]
+    assert (runner(method).fingerprint == runner("").fingerprint) == (method == "medusa")
+
+
+def test_a_model_that_drafts_for_itself_is_right(runner: Loaded):
+    """Greedy and drawn. A guess beyond the pages of its sequence has no K and V. In a flat distribution one may fall
+    on a token less likely than those that guesses are drawn from."""
+    sequences = members(DRAWS[:2] * 2)
+    made, right = drafted(runner("draft_model"), sequences)
+    assert right > 0.9 * made
+
+
+def guessed(model: VllmRunner, prompt: Sequence[int], size: int = 1_000) -> tuple[Generation, Sequence[int]]:
+    """A sequence with its first token, and what is proposed after it."""
+    one = Generation(prompt, range(6))
+    while not one.drawn:
+        chunk = one.chunk(size)
+        one.take(chunk, step(model, chunk).sampled[0])
+    return one, model.proposals[0]
+
+
+@torch.inference_mode()
+def test_medusas_heads_guess_from_the_last_hidden_state(paths: Callable, drafts: Callable, runner: Loaded):
+    weights = load_file(drafts("medusa") / "model.safetensors")
+    model = checkpoints.reference(paths("llama")).model
+    for length in (40, 7):
+        one, proposed = guessed(runner("medusa"), prompt_of(length, length))
+        state = model.model(torch.tensor([one.tokens[:-1]])).last_hidden_state[0, -1]
+        for head, token in enumerate(proposed):
+            block = state + torch.nn.functional.silu(weights[f"blocks.{head}.layers.0.weight"] @ state)
+            assert token == int((weights[f"lm_heads.{head}.weight"] @ block).argmax())
+
+
+def test_eagle_3_has_a_vocabulary_of_its_own(runner: Loaded):
+    for length in (40, 7):
+        _, proposed = guessed(runner("eagle3"), prompt_of(length, length))
+        assert len(proposed) == GUESSES
+        assert all(token % 3 == 0 and token < 3 * WORDS for token in proposed)
+
+
+@torch.inference_mode()
+def test_eagles_layer_guesses_from_hidden_states_and_its_own(paths: Callable, drafts: Callable, runner: Loaded):
+    weights = load_file(drafts("eagle") / "model.safetensors")
+    layer = LlamaModel(LlamaConfig.from_pretrained(drafts("eagle"))).eval()
+    layer.layers[0].input_layernorm = layer.norm = torch.nn.Identity()
+    layer.load_state_dict(weights, strict=False)
+    model = checkpoints.reference(paths("llama")).model
+    for length in (40, 7):
+        one, proposed = guessed(runner("eagle"), prompt_of(length, length))
+        states = model.model(torch.tensor([one.tokens[:-1]])).last_hidden_state[0]
+        follows, expected = one.tokens[1:], list[int]()
+        for _ in proposed:
+            inputs = torch.cat([model.model.embed_tokens(torch.tensor(follows)), states], dim=-1)
+            last = layer(inputs_embeds=(inputs @ weights["fc.weight"].T)[None]).last_hidden_state[0, -1]
+            expected.append(int(model.lm_head(last).argmax()))
+            follows, states = [*follows, expected[-1]], torch.cat([states, last[None]])
+        assert list(proposed) == expected
+
+
+@pytest.fixture
+def arena(runner: Loaded) -> Iterator[Arena]:
+    memory = Arena.create(2 * runner("draft_model").layout.page_bytes)
+    memory.divide(runner("draft_model").layout.page_bytes)
+    yield memory
+    memory.close()
+
+
+def test_after_a_hand_off_the_draft_knows_the_prompt(runner: Loaded, arena: Arena):
+    """Its K and V are a part of pages, also of those that a prefill worker makes, which draws nothing."""
+    prefill, decode = runner("draft_model"), runner("draft_model/decode")
+    prompt = prompt_of(2 * PAGE + 7, 3)
+    whole, proposed = guessed(prefill, prompt)
+    step(prefill, Chunk(prompt[:PAGE], 0, [20]))
+    step(prefill, Chunk(prompt[PAGE : 2 * PAGE], PAGE, [20, 21]))
+    out, into = prefill.mover(verify=True), decode.mover(verify=True)
+    out.attach(arena)
+    into.attach(arena)
+    sums = copied_out(out, 20, 21)
+    into.start([CopyIn(1, number, number, number, each) for number, each in enumerate(sums)]).wait()
+    other = Generation(prompt, range(6))
+    other.chunk(2 * PAGE)  # takes the pages
+    other.computed = 2 * PAGE
+    chunk = other.chunk()
+    other.take(chunk, step(decode, chunk).sampled[0])
+    assert [each.token for each in other.drawn] == [each.token for each in whole.drawn]
+    assert decode.proposals[0] == proposed
+
+
+def copied_out(mover: Mover, *pages: int) -> Sequence[int]:
+    """The checksums of pages that are copied into the first slots."""
+    copied = mover.start([CopyOut(1, slot, page, slot) for slot, page in enumerate(pages)]).wait()
+    assert isinstance(copied, CopiedOut)
+    return copied.checksums
+
+
+def test_a_guess_beyond_the_pages_of_a_sequence_touches_no_other_page(runner: Loaded, arena: Arena):
+    """The sequence ends with its page. vLLM has cleared its row of the table, which had pages of another one."""
+    model = runner("draft_model")
+    mover = model.mover(verify=True)
+    mover.attach(arena)
+    before = Generation(prompt_of(2 * PAGE, 2), [50, 31])
+    step(model, before.chunk(2 * PAGE))
+    whole = copied_out(mover, 31)
+    del before  # vLLM forgets it with the next step
+    after, proposed = guessed(model, prompt_of(PAGE, 3))
+    assert len(after.table) == 1
+    assert proposed
+    assert copied_out(mover, 31) == whole
