@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.checkpoint_files import read_object, text_settings
+from baton.checkpoint_files import read_config, text_settings
 from baton.checkpoints import hub
 from baton.config import Config, ModelConfig
 from baton.errors import ConfigError
@@ -34,7 +34,7 @@ def check(model: ModelConfig, path: Path) -> None:
     they can't be read. What is not named is not checked."""
     if settings := model.speculative_config:
         folder = hub.resolve(settings.model)
-        own, other = (text_settings(read_object(each / "config.json")) for each in (path, folder))
+        own, other = (text_settings(read_config(each)) for each in (path, folder))
         if wrong := drafts.lack(settings, own, other):
             raise ConfigError(f"model.speculative_config: {settings.model} does not fit the model: {wrong}")
         with TensorFiles(folder):  # of other formats vLLM would unpickle some

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from baton.checkpoint_files import read_object, text_settings
+from baton.checkpoint_files import read_config, text_settings
 from baton.config import Config
 from baton.errors import ConfigError, UnsupportedModel
 from baton.messages import WorkerRole
@@ -82,7 +82,7 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
     # Workers of both roles have one engine: pages of two engines never meet.
     ranks = max(config.stage_ranks_of("prefill"), config.stage_ranks_of("decode"))
     stages = max(config.stages_of("prefill"), config.stages_of("decode"))
-    raw, model = read_object(path / "config.json"), config.model
+    raw, model = read_config(path), config.model
     context = text_settings(raw).get("max_position_embeddings")
     if isinstance(context, int) and model.max_model_len > context:
         longer = f"model.max_model_len is {model.max_model_len} and the checkpoint's context is {context} tokens"

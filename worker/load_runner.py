@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config
 from baton.checkpoints import hub
 from baton.config import Config, DecodeConfig, PrefillConfig
 from baton.errors import NotEnoughMemory
@@ -63,7 +63,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
     """vLLM in a child process. On a GPU whose pool has no size of its own, vLLM finds out how many pages fit."""
     own, page_size = config.worker(role), config.pages.page_size
     path = hub.resolve(config.model.path)
-    raw, held = read_object(path / "config.json"), config.model.kv_cache_dtype
+    raw, held = read_config(path), config.model.kv_cache_dtype
     draft = config.model.speculative_config
     if draft is not None:
         draft = msgspec.structs.replace(draft, model=str(hub.resolve(draft.model)))
@@ -72,7 +72,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         size = _room_for(own.kv_cache_bytes.on_cpu) if device == "cpu" else int(own.kv_cache_bytes)
         page = largest_page(raw, config.model.dtype, page_size, held, config.stage_ranks_of(role))
         if draft is not None:
-            more = layers(draft.method, read_object(Path(draft.model, "config.json")))
+            more = layers(draft.method, read_config(Path(draft.model)))
             page = replace(page, num_layers=page.num_layers + more)
         num_pages = pool_pages(size, page)
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus

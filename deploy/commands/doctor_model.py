@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config, text_settings
 from baton.checkpoints import hub, named
 from baton.config import Config
 from baton.errors import ModelError, ModelNotFound
@@ -57,7 +57,7 @@ def examine_model(config: Config, model: str) -> ModelReport:
     gpus = visible_gpus()
     device = resolve_device(config.device_of("decode"), gpus)
     devices = {device, *devices_of(config, gpus).values()}
-    raw, installed = read_object(path / "config.json"), Installation.find()
+    raw, installed = read_config(path), Installation.find()
     facts = engine_facts(config, path, devices, installed)
     choice = choose(facts)
     spec = _spec(path)
@@ -110,7 +110,7 @@ def _checkpoint(raw: Mapping[str, Any], spec: ModelSpec | None) -> Iterator[Find
         f"{named}, weights {method or 'not quantized'}, in {raw.get('dtype', raw.get('torch_dtype')) or 'no dtype'}"
     )
     yield Finding("ok", "checkpoint", description)
-    text = raw.get("text_config") or raw
+    text = text_settings(raw)
     try:
         config = ConfigFile(text)
         heads = config.count("num_attention_heads")
@@ -168,7 +168,7 @@ def _page_size(config: Config, raw: Mapping[str, Any], choice: EngineChoice, dev
     tokens = config.pages.page_size
     try:
         ranks = config.stage_ranks_of("decode")
-        lack = page_size_lack(raw.get("text_config") or raw, tokens, device, config.model.dtype, ranks)
+        lack = page_size_lack(text_settings(raw), tokens, device, config.model.dtype, ranks)
     except ModelError as error:
         return Finding("warn", "page size", f"{tokens} tokens", str(error))
     text = f"{tokens} tokens; our own engine takes any, vLLM's runner {'not these' if lack else 'these too'}"
@@ -216,7 +216,7 @@ def _memory(
 
 def _arena(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None, choice: EngineChoice) -> Iterator[Finding]:
     """How many tokens of the model the store of this machine holds, beside its longest prompts."""
-    longest = (raw.get("text_config") or raw).get("max_position_embeddings")
+    longest = text_settings(raw).get("max_position_embeddings")
     if not (page := _page_bytes(config, raw, spec, choice)) or not isinstance(longest, int):
         return
     arena = arena_bytes(config, available_memory())
@@ -234,7 +234,7 @@ def _page_bytes(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None, 
     """Of one page of the model; None where the config does not say."""
     from engine.engine import layout_of
 
-    text: Mapping[str, Any] = raw.get("text_config") or raw
+    text: Mapping[str, Any] = text_settings(raw)
     text = {"quantization_config": raw.get("quantization_config"), **text}
     own = config.model.dtype, config.pages.page_size, config.model.kv_cache_dtype
     try:

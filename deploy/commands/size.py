@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from baton.checkpoint_files import read_object, text_settings
+from baton.checkpoint_files import read_config, text_settings
 from baton.checkpoints import hub
 from baton.config import MAX_RANKS, Bytes, Config, load
 from baton.errors import ConfigError, InvalidRequest, UnsupportedModel
@@ -223,7 +223,7 @@ def compute_pages(config: Config, path: Path, context: int, concurrency: int, ro
     """
     from engine.models.memory import WorkerMemory
 
-    raw, model, page_size = read_object(path / "config.json"), config.model, config.pages.page_size
+    raw, model, page_size = read_config(path), config.model, config.pages.page_size
     text, ranks, on_cpu = text_settings(raw), model.tensor_parallel_size, runs_on_cpu(config, "decode")
     if model.pipeline_parallel_size > 1:
         raise InvalidRequest("stages are sized of models of our own engine: leave out --pipeline-parallel-size")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jinja2
 import msgspec
 
-from baton.checkpoint_files import read_object, text_settings
+from baton.checkpoint_files import read_config, text_settings
 from baton.config import Config
 from baton.errors import BatonError, ModelError, UnsupportedModel
 from baton.hosts import is_loopback
@@ -113,7 +113,7 @@ def _vllm(path: Path) -> Sequence[str]:
 
     from engine.checkpoint.safetensors_reader import TensorFiles
 
-    raw: Any = read_object(path / "config.json")
+    raw: Any = read_config(path)
     with TensorFiles(path) as files:
         ends = ("embed_tokens.weight", "lm_head.weight")
         names = [name for end in ends for name in files.names if name.endswith(end)]

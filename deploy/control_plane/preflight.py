@@ -16,7 +16,7 @@ import msgspec
 
 from baton import doors
 from baton.api_keys import KeyRing
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config
 from baton.checkpoints import gguf_file, hub
 from baton.checkpoints.from_gguf import FILE as GGUF_FILE
 from baton.config import Config, WorkerConfig
@@ -369,7 +369,7 @@ def check_engine(config: Config) -> None:
     if not (why := _asks_for_vllm(config)) or not is_loopback(config.router.host):
         return
     path, gpus = hub.cached(config.model.path), visible_gpus()
-    raw = read_object(path / "config.json") if path is not None else None
+    raw = read_config(path) if path is not None else None
     roles: Sequence[tuple[WorkerRole, int]] = [("prefill", config.cluster.prefill), ("decode", config.cluster.decode)]
     for role, count in roles:
         if not count:

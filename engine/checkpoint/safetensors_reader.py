@@ -163,7 +163,7 @@ def _shards(index: Path) -> dict[Path, list[str] | None]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptWeights(f"{index} has no readable weight_map: {error!r}; fetch the checkpoint again") from error
     shards: dict[Path, list[str] | None] = {}
     for name, file in pairs:

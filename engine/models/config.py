@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config
 from baton.errors import ModelNotFound
 from engine.checkpoint import formats
 from engine.models.config_file import ConfigFile
@@ -21,7 +21,7 @@ def load_spec(path: Path) -> ModelSpec:
     """
     if not path.is_dir():
         raise ModelNotFound(f"{path} is not a directory; give the directory of a checkpoint, or a hub id")
-    return parse_spec(read_object(path / "config.json"))
+    return parse_spec(read_config(path))
 
 
 def parse_spec(raw: Mapping[str, Any]) -> ModelSpec:

@@ -14,6 +14,10 @@ from baton.errors import ModelError, UnsupportedModel
 from engine.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 
 DTYPES = ("float32", "bfloat16", "float16")
+_MOST = 2**26  # of any count: two of them make a tensor
+_PARTS = ("num_hidden_layers", "num_experts", "num_local_experts")
+_MOST_PARTS = 10_000  # each has tensors of its own
+_FINITE = 1e300  # a whole number may be larger than any float
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -25,11 +29,12 @@ class ConfigFile:
 
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number above zero."""
-        return self._get(key, default, int, lambda value: value > 0)
+        most = _MOST_PARTS if key in _PARTS else _MOST
+        return self._get(key, default, int, lambda value: 0 < value <= most)
 
     def positive(self, key: str, default: float | None = None) -> float:
         """A finite number above zero."""
-        return float(self._get(key, default, (int, float), lambda value: 0 < value < math.inf))
+        return float(self._get(key, default, (int, float), lambda value: 0 < value < _FINITE))
 
     def flag(self, key: str, default: bool = False) -> bool:
         return self._get(key, default, bool)
@@ -205,7 +210,7 @@ def _longrope(own: ConfigFile, theta: float, original: int, rotated: int, pairs:
     if (
         not isinstance(factors, list)
         or len(factors) != pairs
-        or not all(isinstance(each, (int, float)) and 0 < each < math.inf for each in factors)
+        or not all(isinstance(each, (int, float)) and 0 < each < _FINITE for each in factors)
     ):
         raise ModelError(f"config.json: {name} must hold {pairs} numbers above zero; fetch the checkpoint again")
     factor = own.positive("factor", max_positions / original)

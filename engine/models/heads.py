@@ -19,7 +19,7 @@ import torch
 from msgspec import Struct
 from torch.nn import functional
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config
 from baton.errors import UnsupportedModel
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.models.linear import Dense, Linear, PlainLinear
@@ -72,7 +72,7 @@ class HeadsSpec(Struct, frozen=True):
 
 def load_spec(path: Path) -> HeadsSpec:
     """Read the sizes of the heads in the directory `path`. Raises ModelError."""
-    raw = read_object(path / "config.json")
+    raw = read_config(path)
     if raw.get("model_type") != TYPE:
         raise UnsupportedModel(f"{path} holds a model of the type {raw.get('model_type')!r}; heads are of {TYPE!r}")
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config
 from baton.checkpoints.hub import FILES
 from baton.errors import InvalidRequest
 from engine.checkpoint import formats, rounding
@@ -59,7 +59,7 @@ def quantize(source: Path, out: Path, bits: int, group: int, head: bool, say: Ca
 
 def _quantize(source: Path, out: Path, bits: int, group: int, head: bool, say: Callable[[LayerError], None]) -> None:
     spec = load_spec(source)
-    raw = dict(read_object(source / "config.json"))
+    raw = dict(read_config(source))
     with TensorFiles(source) as files:
         reading = weights.as_stored(files, spec)
         writing = _Writing(reading, files, bits, group)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config, read_object
 from baton.errors import CorruptWeights, ModelError, ModelNotFound, UnsupportedModel
 from baton.messages import AdapterCard
 from engine.checkpoint.safetensors_reader import TensorFiles
@@ -47,7 +47,7 @@ def load_adapters(model: Path, modules: Mapping[str, str], max_rank: int, device
     """
     if not modules:
         return ()
-    config = read_object(model / "config.json")
+    config = read_config(model)
     if lack := adapters_lack(config, device):
         raise UnsupportedModel(lack)
     with TensorFiles(model) as base:

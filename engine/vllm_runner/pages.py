@@ -224,4 +224,5 @@ def lacks(
 def _scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """How llm-compressor quantized K and V; empty if it did not."""
     quantization: Mapping[str, Any] = config.get("quantization_config") or {}
-    return quantization.get("kv_cache_scheme") or {}
+    scheme: Any = quantization.get("kv_cache_scheme")
+    return scheme if isinstance(scheme, dict) else {}

@@ -23,7 +23,7 @@ from typing import ClassVar, Protocol, Self
 import msgspec
 import torch
 
-from baton.checkpoint_files import read_object
+from baton.checkpoint_files import read_config
 from baton.errors import ModelError, NotEnoughMemory, StartupError, UnsupportedModel
 from baton.messages import AdapterCard
 from baton.trace import Tracer
@@ -473,7 +473,7 @@ def _with_adapters(order: Load) -> str:
     """Name the adapters and the format of the weights below them, for an error."""
     if not order.adapters:
         return ""
-    quantization = read_object(Path(order.path) / "config.json").get("quantization_config") or {}
+    quantization = read_config(Path(order.path)).get("quantization_config") or {}
     weights = f"{quantization.get('quant_method')} weights" if quantization else "weights that are not quantized"
     return f" and LoRA adapters {', '.join(name for name, _ in order.adapters)} on {weights}"
 
@@ -553,9 +553,10 @@ def _fingerprint(path: Path) -> bytes:
 
 def _with_drafts(fingerprint: bytes, drafts: Mapping[str, str | int]) -> bytes:
     """The same with a draft's content, if pages have layers of it."""
-    own, path = _fingerprint(Path(str(drafts["model"]))), Path(str(drafts["model"]), "config.json")
-    if not layers(str(drafts["method"]), read_object(path)):
+    path = Path(str(drafts["model"]))
+    if not layers(str(drafts["method"]), read_config(path)):
         return fingerprint
+    own = _fingerprint(path)
     return _digest(fingerprint, f"{drafts['method']} {own.hex()}")
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from baton.checkpoint_files import canonical, read_object, read_optional, text_settings
+from baton.checkpoint_files import canonical, read_config, read_optional, text_settings
 from baton.checkpoints import hub
 from baton.config import ApiConfig, ModelConfig
 from baton.errors import ContextTooLong, InvalidRequest, ModelError, ModelMismatch, ModelNotFound, shown
@@ -131,7 +131,7 @@ class ServedModel:
 def load(config: ModelConfig) -> ServedModel:
     """Read the model's files. Raises ModelNotFound or ModelError."""
     folder = _folder(config.path)
-    raw = read_object(folder / "config.json")
+    raw = read_config(folder)
     settings = text_settings(raw)
     if settings.get(_CONTEXT) is None:  # as with Mamba 2, whose states bound no context
         settings = {**settings, _CONTEXT: config.max_model_len or None}

@@ -51,6 +51,8 @@ def _ropes(config: ConfigFile, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
     if "full_attention" in parameters or "sliding_attention" in parameters:
         everything: Any = parameters.get("full_attention") or {}
         local: Any = parameters.get("sliding_attention") or {}
+        if not (isinstance(everything, dict) and isinstance(local, dict)):
+            raise UnsupportedModel(f"rope_parameters {parameters!r} are not supported; a set for each kind of layer is")
         return (
             config.rope_of(everything, head_dim, theta=1e6),
             config.rope_of({"rope_theta": 10_000.0, **local}, head_dim, theta=10_000.0),

@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 from baton import operator_api as api
 from baton import operator_port
-from baton.checkpoint_files import canonical, read_object
+from baton.checkpoint_files import canonical, read_config
 from baton.client import AsyncClient
 from baton.clock import Clock
 from baton.config import Config
@@ -433,7 +433,7 @@ def check_reload(path: Path, model: ServedModel) -> None:
     if not path.is_absolute():
         raise InvalidRequest(f"path is {shown(str(path))!r}; give the absolute path of a checkpoint's directory")
     try:
-        config = canonical(read_object(path / "config.json"))
+        config = canonical(read_config(path))
     except ModelError as error:
         raise InvalidRequest(str(error)) from None
     if config != model.config:
