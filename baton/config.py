@@ -313,6 +313,7 @@ Repair: TypeAlias = Literal[
     "system",
     "turns",
     "system_in_user",
+    "single_calls",
     "call_ids",
     "arguments",
     "placeholder",

@@ -172,6 +172,32 @@ async def test_ids_of_calls_are_those_that_the_template_takes(tmp_path: Path, mo
         assert (status, "length 9" in answer["error"]["message"]) == (400, True)
 
 
+ONE_CALL = (  # as Llama 3.1's: it asks whether a message has calls, and takes one alone
+    "{% for m in messages %}{% if 'tool_calls' not in m %}<{{ m.role }}>{{ m.content }}"
+    "{% elif m.tool_calls|length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}"
+    "{% else %}<call>{{ m.content }}{{ m.tool_calls[0].function.name }}{% endif %}{% endfor %}"
+)
+
+
+async def test_answers_that_clients_send_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning"))
+    function: dict[str, Any] = {"name": "f", "arguments": "{}"}
+    calls = [{"id": name, "type": "function", "function": function | {"name": name}} for name in "abc"]
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "bac"]
+    async with front(tmp_path, monkeypatch, ONE_CALL) as it:
+        for turn in (TURN | nulls, TURN | {"tool_calls": []}):
+            pair = await it.prompt("chat/completions", {"messages": [USER, turn, USER]})
+            assert pair == ("<user>Hi<assistant>Yes?<user>Hi", "")
+        older = [USER, {"role": "assistant", "content": None, "function_call": function}, USER]
+        assert await it.prompt("chat/completions", {"messages": older}) == ("<user>Hi<call>f<user>Hi", "")
+        several = {"messages": [USER, TURN | {"tool_calls": calls}, *results, USER]}
+        pair = await it.prompt("chat/completions", several)
+        assert pair == ("<user>Hi<call>Yes?a<tool>A<call>b<tool>B<call>c<tool>C<user>Hi", "single_calls")
+    async with front(tmp_path, monkeypatch, ONE_CALL, repairs=["turns"]) as it:
+        status, answer, _ = await it.send("chat/completions", several)
+        assert (status, "single tool-calls" in answer["error"]["message"]) == (400, True)
+
+
 @pytest.mark.parametrize("template", PROMPTS)
 async def test_the_systems_messages_reach_every_template(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
@@ -301,6 +327,7 @@ async def test_pictures_in_results_and_history_have_a_placeholder(
             ]}, ["<user>" + left_out("image")]),
             *(("responses", hosted(kind), [left_out(kind), "Yes?"]) for kind in (
                 "web_search_call", "image_generation_call", "computer_call_output", "mcp_list_tools", "compaction",
+                "program", "program_output",
             )),
         ):  # fmt: skip
             prompt, repairs = await it.prompt(path, body)
@@ -309,7 +336,7 @@ async def test_pictures_in_results_and_history_have_a_placeholder(
         assert await it.prompt("messages", result(document)) == ("<tool>a page<assistant>", "")
         picture_of_user = {"role": "user", "content": [text, IMAGE]}
         for path, body, at in (
-            ("messages", {"system": "A", "messages": [picture_of_user]}, "messages[0].content[1]"),
+            ("messages", {"system": "A", "messages": [picture_of_user]}, "messages[0].content[1] is"),
             ("responses", {"instructions": "A", "input": [USER, {"role": "user", "content": [picture]}]}, "input[1]"),
             ("chat/completions", {"messages": [{"role": "user", "content": [url]}]}, "messages[0].content[0]"),
             (

@@ -59,6 +59,10 @@ def output_of(**fields: Any) -> dict[str, Any] | None:
         ({"structured_outputs": {"json": None, "json_object": False}}, None),
         ({"response_format": {"type": "json_object"}}, ("json_schema", bounded('{"type":"object"}'))),
         (
+            {"response_format": {"type": "json_object", "schema": {"type": "array"}}},
+            ("json_schema", bounded('{"type":"array"}')),
+        ),
+        (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
             ("json_schema", bounded(TEXT)),
         ),

@@ -77,7 +77,7 @@ TWO = [tool("f", {"type": "object"}), tool("g")]
         ({"tools": [tool("f", DEEP)]}, "tools[0].function.parameters"),
         ({"tools": TWO, "tool_choice": "perhaps"}, "tool_choice"),
         ({"tools": TWO, "tool_choice": {"type": "custom"}}, "tool_choice"),
-        ({"tools": TWO, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name"),
+        ({"tools": TWO, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
         (
             {
                 "tools": TWO,
@@ -214,6 +214,8 @@ def test_a_turn_with_calls_of_anthropics() -> None:
     ]
     assert request.tool_choice == "required"
     assert request.include_reasoning is False
+    between = MessagesRequest(messages=messages, max_tokens=9, thinking={"type": "between_tools"})
+    assert chat_of_messages(between, Repairs()).include_reasoning is True
     for wrong in (
         {"tool_choice": {"type": "x"}},
         {"tools": [{"name": "f"}]},
@@ -287,22 +289,95 @@ def test_fields_that_are_not_served_are_refused_by_name() -> None:
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "x"}},
         {"web_search_options": {}},
+        {"thinking_token_budget": 64},
+        {"repetition_detection": {"max_pattern_size": 8, "min_count": 3}},
+        {"logprob_token_ids": [1]},
+        {"prompt_embeds": "AAAA"},
+        {"moderation": {"model": "m"}},
+        {"regex": "a+"},
+        {"ebnf": 'root ::= "a"'},
+        {"grammar": 'root ::= "a"'},
+        {"json_schema": {"type": "object"}},
     ):
         with pytest.raises(InvalidRequest) as error:
             refuse_unserved(chat(**fields))
         assert error.value.field == next(iter(fields))
     refuse_unserved(chat(functions=[], function_call="auto", modalities=["text"]))
-    for field in ("prompt", "context_management", "conversation"):
+    for field in ("prompt", "context_management", "conversation", "moderation", "previous_input_messages"):
         with pytest.raises(InvalidRequest) as error:
             chat_of_response(ResponsesRequest(input="x", **{field: [{"id": "x"}]}), Repairs())
         assert error.value.field == field
-    for field in ("mcp_servers", "container"):
+    for fields, field in (
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"text": {"format": "json"}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            chat_of_response(ResponsesRequest(input="x", **fields), Repairs())
+        assert error.value.field == field
+    for field in ("mcp_servers", "container", "thread", "compaction"):
         with pytest.raises(InvalidRequest) as error:
             chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **{field: [{"url": "x"}]}), Repairs())
         assert error.value.field == field
     assert (
         chat_of_messages(MessagesRequest(messages=[], max_tokens=1, mcp_servers=[]), Repairs()).response_format is None
     )
+
+
+def test_fields_of_chats_mean_the_same_in_responses() -> None:
+    fields: dict[str, Any] = {
+        "stop": ["x"], "stop_token_ids": [5], "presence_penalty": 1.0, "frequency_penalty": 1.0, "min_tokens": 2,
+        "repetition_penalty": 1.5, "logit_bias": {5: 1.0}, "structured_outputs": {"regex": "a+"}, "session_id": "s",
+        "skip_special_tokens": False, "include_stop_str_in_output": True, "chat_template_kwargs": {"a": 1},
+    }  # fmt: skip
+    request = chat_of_response(ResponsesRequest(input="x", **fields), Repairs())
+    assert {name: getattr(request, name) for name in fields} == fields
+
+
+def test_tools_in_the_input_of_responses() -> None:
+    """As Codex sends them: the last tool of a name counts."""
+    function = {"type": "function", "name": "f", "description": "old"}
+    items = [
+        {"type": "additional_tools", "role": "developer", "tools": [function, {"type": "web_search"}]},
+        {"role": "user", "content": "x"},
+        {"type": "additional_tools", "tools": [
+            function | {"description": "new"}, {"type": "namespace", "name": "n", "tools": [function]},
+        ]},
+        {"type": "function_call", "call_id": "c", "namespace": "n", "name": "f", "arguments": "{}"},
+    ]  # fmt: skip
+    request = chat_of_response(ResponsesRequest(input=items, tool_choice={"type": "function", "name": "f"}), Repairs())
+    seen = [(one["function"]["name"], one["function"]["description"]) for one in request.tools or ()]
+    assert seen == [("f", "new"), ("n__f", "old")]
+    assert [message["role"] for message in request.messages] == ["user", "assistant"]
+    assert request.messages[1]["tool_calls"][0]["function"]["name"] == "n__f"
+    for tools, field in (("x", "input[0].tools"), ([{"type": ["x"]}], "input[0].tools[0].type")):
+        with pytest.raises(InvalidRequest) as error:
+            chat_of_response(ResponsesRequest(input=[{"type": "additional_tools", "tools": tools}]), Repairs())
+        assert error.value.field == field
+
+
+def test_documents_of_anthropics_keep_what_is_said_of_them() -> None:
+    text = {"type": "text", "text": "a page"}
+    for block, shown in (
+        ({"type": "document", "source": {"type": "content", "content": "a page"}}, "a page"),
+        ({"type": "document", "source": {"type": "content", "content": [text, text]}}, "a page\na page"),
+        (
+            {"type": "document", "title": "T", "context": "C", "source": {"type": "text", "data": "a page"}},
+            "T\nC\na page",
+        ),
+        ({"type": "search_result", "title": "T", "source": "S", "content": [text]}, "T\nS\na page"),
+        ({"type": "compaction", "content": "all so far"}, "all so far"),
+    ):
+        messages = [{"role": "user", "content": [block]}]
+        request = chat_of_messages(MessagesRequest(messages=messages, max_tokens=1), Repairs())
+        assert request.messages[0]["content"] == [{"type": "text", "text": shown}]
+    picture = {"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}
+    with pytest.raises(InvalidRequest) as error:
+        chat_of_messages(
+            MessagesRequest(messages=[{"role": "user", "content": [text, picture]}], max_tokens=1), Repairs()
+        )
+    assert error.value.field == "messages[0].content[1]"
 
 
 def test_a_schema_of_anthropics() -> None:

@@ -19,7 +19,7 @@ from router.frontend.api.response_builder import Choice, Count, NotCachedTokens,
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
-from router.frontend.chat.repairs import Repairs, arguments_of, content_of, source_of
+from router.frontend.chat.repairs import Repairs, arguments_of, content_of, part_of, source_of
 from router.frontend.chat.scanning import decoded
 from router.frontend.output_stream import Output
 
@@ -50,13 +50,15 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: int | None = None
     kv_compression: dict[str, Any] | None = None  # Baton's
     metadata: dict[str, Any] | None = None
+    thread: Any = None  # known, and not served
+    compaction: Any = None
 
 
 def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompletionRequest:
     """The same request as a chat. Raises InvalidRequest."""
     if not isinstance(request, MessagesRequest):
         request = MessagesRequest(max_tokens=1, **asdict(request))
-    refuse_fields(request, "mcp_servers", "container")
+    refuse_fields(request, "mcp_servers", "container", "thread", "compaction")
     messages: list[Json] = []
     if request.system:
         messages.append({"role": "system", "content": content_of("system", request.system, "system", repairs)})
@@ -131,7 +133,7 @@ def _messages(at: str, message: Json, before: list[Json], called: dict[str, str]
             case {"type": "tool_result" | "tool_use" | "thinking" as kind}:
                 raise wrong(f"{at}[{number}]", f"it is {shown(repr(block))}, which is no {kind}")
             case _:
-                rest += content_of(f"{at}[{number}]", [block], source_of(role, results or before), repairs)
+                rest.append(part_of(f"{at}[{number}]", block, source_of(role, results or before), repairs))
     if results and not rest and message.get("role") == "user":
         return results
     turn: Json = message | {"content": rest if rest or not (calls or thoughts) else ""}
@@ -179,12 +181,15 @@ def _thinking(setting: Mapping[str, Any] | None) -> tuple[bool, Json | None]:
             return False, None
         case {"type": "enabled"}:
             return setting.get("display") != "omitted", switch(None, on=True)
-        case {"type": "adaptive"}:
+        case {"type": "adaptive" | "between_tools"}:
             return setting.get("display") != "omitted", None
         case {"type": "disabled"}:
             return False, switch(None, on=False)
         case _:
-            raise wrong("thinking", f"it is {shown(repr(setting))}; its type must be enabled, adaptive or disabled")
+            raise wrong(
+                "thinking",
+                f"it is {shown(repr(setting))}; its type must be enabled, adaptive, between_tools or disabled",
+            )
 
 
 class TextBlock(Struct, tag_field="type", tag="text"):

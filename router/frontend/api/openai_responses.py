@@ -11,7 +11,7 @@ itself are left out, because nothing runs them here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -66,6 +66,8 @@ class ResponsesRequest(Struct, kw_only=True):
     background: bool | None = None
     prompt: Any = None
     context_management: Any = None
+    moderation: Any = None
+    previous_input_messages: Any = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -76,6 +78,18 @@ class ResponsesRequest(Struct, kw_only=True):
     truncation: str | None = None
     include: list[str] | None = None
     # vLLM's and Baton's.
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    session_id: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
@@ -89,10 +103,18 @@ class ResponsesRequest(Struct, kw_only=True):
     prompt_cache_key: str | None = None
 
 
+_SAME = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "skip_special_tokens"),
+    *("include_stop_str_in_output", "structured_outputs", "chat_template_kwargs", "priority", "ttft_ms", "tpot_ms"),
+    *("request_id", "session_id", "cache_salt", "kv_compression", "prompt_cache_key", "parallel_tool_calls"),
+)
+"""Fields that mean the same in a chat."""
+_LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
 _OF_SERVERS = (
     *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "compaction", "compaction_summary"),
-    *("context_compaction", "tool_search_output", "ghost_snapshot"),
+    *("context_compaction", "tool_search_output", "ghost_snapshot", "program", "program_output"),
 )
 
 
@@ -100,32 +122,22 @@ def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatComplet
     """The same request as a chat. Raises InvalidRequest for what needs state or is no text."""
     refuse_fields(
         request, "store", "previous_response_id", "conversation", "background", "prompt", "context_management",
-        "top_logprobs",
+        "top_logprobs", "moderation", "previous_input_messages",
     )  # fmt: skip
-    tools = ResponseTools(request.tools or (), repairs)
+    if _LOGPROBS in (request.include or ()):
+        raise unsupported("include", request.include, f"leave {_LOGPROBS} out")
+    effort = (request.reasoning or {}).get("effort")
+    if not isinstance(effort, str | None):
+        raise wrong("reasoning.effort", f"it is {shown(repr(effort))}; it must be a text")
+    tools = ResponseTools(request, repairs)
     return ChatCompletionRequest(
         messages=_messages(request, tools, repairs),
-        model=request.model,
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        priority=request.priority,
-        request_id=request.request_id,
-        ignore_eos=request.ignore_eos,
-        ttft_ms=request.ttft_ms,
-        tpot_ms=request.tpot_ms,
-        cache_salt=request.cache_salt,
-        kv_compression=request.kv_compression,
-        prompt_cache_key=request.prompt_cache_key,
-        stream=request.stream,
         tools=tools.chat,
         tool_choice=tools.choice_of(request.tool_choice),
-        parallel_tool_calls=request.parallel_tool_calls,
-        reasoning_effort=effort if isinstance(effort := (request.reasoning or {}).get("effort"), str) else None,
+        reasoning_effort=effort,
         response_format=_response_format(request),
+        **{name: getattr(request, name) for name in _SAME},
     )
 
 
@@ -135,8 +147,10 @@ def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     match form:
         case {"type": "json_schema", "schema": schema}:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
-        case _:
+        case None | {"type": "text" | "json_object"}:
             return form
+        case _:
+            raise unsupported("text.format", form, "its type must be text, json_object or json_schema with a schema")
 
 
 _CALL_ITEMS = ("function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output")
@@ -179,6 +193,8 @@ def _messages(request: ResponsesRequest, tools: ResponseTools, repairs: Repairs)
                 content = content_of(f"{at}.output", output, "tool", repairs)
                 result: Json = {"role": "tool", "tool_call_id": id_, "content": content}
                 messages.append(result | ({"name": called[id_]} if id_ in called else {}))
+            case {"type": "additional_tools"}:
+                pass  # `ResponseTools` has them
             case {"type": str(kind)} if kind in _CALL_ITEMS:
                 raise wrong(at, f"it is {shown(repr(item))}, which is no {kind}")
             case {"role": "assistant"} if item.get("type", "message") == "message":
@@ -342,7 +358,7 @@ class ResponsesBuilder(ResponseBuilder):
         self._name = options.id.removeprefix("resp_")
         self._items = ItemStream()
         self._events = 0
-        self._tools = ResponseTools(options.request.tools or (), Repairs())
+        self._tools = ResponseTools(options.request, Repairs())
 
     def event(self, chunk: Json) -> bytes:
         chunk |= {"sequence_number": self._events}
@@ -469,40 +485,57 @@ def _part(item: Text, text: str) -> OutputText | ReasoningText:
 
 
 class ResponseTools:
-    """The tools of one request. `chat` has them as a chat's."""
+    """The tools of one request. `chat` has them as a chat's.
 
-    def __init__(self, tools: Iterable[Json], repairs: Repairs) -> None:
+    Codex sends them as an item of the input (`additional_tools`). There a tool may come again, and the last one
+    counts."""
+
+    def __init__(self, request: ResponsesRequest, repairs: Repairs) -> None:
         """Raises InvalidRequest with the path of what is wrong."""
-        self.chat: list[Json] = []
+        self._chat: dict[str, Json] = {}  # by the names that the model sees
         self._origins: dict[str, tuple[str | None, str]] = {}
         self._names: dict[tuple[str | None, str], str] = {}
-        for number, tool in enumerate(tools):
-            at = f"tools[{number}]"
+        self._add_all("tools", request.tools or (), repairs)
+        for number, item in enumerate(request.input if isinstance(request.input, list) else ()):
+            if item.get("type") == "additional_tools":
+                self._add_all(f"input[{number}].tools", item.get("tools"), repairs, again=True)
+
+    @property
+    def chat(self) -> list[Json]:
+        return list(self._chat.values())
+
+    def _add_all(self, where: str, tools: Any, repairs: Repairs, *, again: bool = False) -> None:
+        if not isinstance(tools, list | tuple):
+            raise wrong(where, f"it is {shown(repr(tools))}; it must be a list of tools")
+        for number, tool in enumerate(cast("Sequence[Any]", tools)):
+            at = f"{where}[{number}]"
             match tool:
                 case {"type": "namespace", "name": str(namespace), "tools": [*members]}:
                     for place, member in enumerate(members):
-                        self._add(f"{at}.tools[{place}]", namespace, member, repairs)
+                        self._add(f"{at}.tools[{place}]", namespace, member, repairs, again=again)
                 case {"type": "namespace"}:
                     raise wrong(at, f"it is {shown(repr(tool))}; a namespace needs a name and a list of tools")
                 case _:
-                    self._add(at, None, tool, repairs)
+                    self._add(at, None, tool, repairs, again=again)
 
-    def _add(self, at: str, namespace: str | None, tool: Any, repairs: Repairs) -> None:
+    def _add(self, at: str, namespace: str | None, tool: Any, repairs: Repairs, *, again: bool) -> None:
         kind = tool.get("type") if isinstance(tool, dict) else None  # pyright: ignore
         if is_left_out(kind, repairs):
             return
-        if kind not in _MEMBERS:
+        if not isinstance(kind, str) or kind not in _MEMBERS:
             raise unsupported(f"{at}.type", kind, "send functions, custom tools and namespaces of them")
         members: Json = {member: tool[member] for member in _MEMBERS[kind] if member in tool}
         name: str = (checked_custom if kind == "custom" else checked_function)(at, members)["name"]
-        if (namespace, name) in self._names:
+        offered = self._names.get((namespace, name))
+        if offered is not None and not again:
             raise wrong(f"{at}.name", f"it is {name!r} again; each tool needs a name of its own")
-        offered = joined(namespace, name)
-        while offered in self._origins:
-            offered += "_"
+        if offered is None:
+            offered = joined(namespace, name)
+            while offered in self._origins:
+                offered += "_"
         self._origins[offered] = (namespace, name)
         self._names[namespace, name] = offered
-        self.chat.append({"type": kind, kind: members | {"name": offered}})
+        self._chat[offered] = {"type": kind, kind: members | {"name": offered}}
 
     def name_of(self, namespace: Any, name: str) -> str:
         """Return the name in a chat of a tool that an item of the conversation names."""

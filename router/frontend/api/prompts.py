@@ -222,13 +222,15 @@ def normalized(
 def _message(
     at: str, message: Mapping[str, Any], role: str, before: Sequence[Mapping[str, Any]], repairs: Repairs
 ) -> dict[str, Any]:
-    result = dict(message)
+    # Clients send back whole answers, with nulls. Templates ask whether a member is there.
+    result = {name: value for name, value in message.items() if value is not None}
     result["role"] = role
     result["content"] = content_of(f"{at}.content", message.get("content"), source_of(role, before), repairs)
     # Clients have one name for it, templates the other.
     if isinstance(thought := message.get("reasoning"), str) and not message.get("reasoning_content"):
         result["reasoning_content"] = thought
-    if calls := message.get("tool_calls"):
+    calls, older = result.pop("tool_calls", None), result.pop("function_call", None)
+    if calls := calls or (older and [{"type": "function", "function": older}]):
         if not isinstance(calls, list):
             raise refused(f"{at}.tool_calls", f"is {shown(repr(calls))}; it must be a list")
         result["tool_calls"] = [_call(f"{at}.tool_calls[{number}]", call, repairs) for number, call in enumerate(calls)]

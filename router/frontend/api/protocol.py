@@ -97,6 +97,15 @@ class GenerationFields(Struct, kw_only=True):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    grammar: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    logprob_token_ids: Any = None
+    prompt_embeds: Any = None
+    moderation: Any = None
     structural_tag: Any = None
     spaces_between_special_tokens: bool | None = None
     suffix: str | None = None
@@ -130,6 +139,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "structural_tag": (),
     "truncation_side": ("left",),
+    "thinking_token_budget": (-1,),
+    "repetition_detection": (),
+    "logprob_token_ids": ([],),
+    "prompt_embeds": ([],),
+    "moderation": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"], []),
@@ -143,8 +157,12 @@ _RENAMED = {
     "guided_regex": "structured_outputs.regex",
     "guided_choice": "structured_outputs.choice",
     "guided_grammar": "structured_outputs.grammar",
+    "json_schema": "structured_outputs.json",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
 }
-"""vLLM's older names of fields."""
+"""vLLM's older names of fields, and those of SGLang and llama.cpp."""
 
 T = TypeVar("T", bound=Struct)
 
@@ -211,6 +229,8 @@ def structured_output(fields: GenerationFields) -> Json | None:
 
 def _of_openai(form: Json) -> Json:
     match form:
+        case {"type": "json_object"} if isinstance(form.get("schema"), dict):  # as llama.cpp and others have it
+            return {"json_schema": _schema_text("response_format", form["schema"])}
         case {"type": "json_object"}:
             return {"json_object": True}
         case {"type": "json_schema", "json_schema": {"schema": schema}}:

@@ -261,7 +261,7 @@ def _choice(choice: Any, names: tuple[str, ...]) -> tuple[Calls, tuple[str, ...]
         case "none" | "auto" | "required":
             mode, allowed = choice, names
         case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
-            return Calls.NAMED, (_known(name, names, "tool_choice.function.name"),)
+            return Calls.NAMED, (_known(name, names, "tool_choice"),)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*chosen]}}:
             at = "tool_choice.allowed_tools.tools"
             allowed = tuple(_known(_name_of(one), names, f"{at}[{number}]") for number, one in enumerate(chosen))

@@ -9,8 +9,10 @@ repair changes as little as it can. `api.repairs` turns each kind off: then the 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -80,7 +82,7 @@ def content_of(at: str, content: Any, role: Any, repairs: Repairs) -> str | list
     if not isinstance(content, list):
         raise refused(at, f"is {shown(repr(content))}; it must be a text or a list of parts")
     parts = cast("list[Any]", content)
-    return [_part(f"{at}[{number}]", part, role, repairs) for number, part in enumerate(parts)]
+    return [part_of(f"{at}[{number}]", part, role, repairs) for number, part in enumerate(parts)]
 
 
 def source_of(role: Any, before: Sequence[Mapping[str, Any]]) -> Any:
@@ -93,7 +95,8 @@ def source_of(role: Any, before: Sequence[Mapping[str, Any]]) -> Any:
     return "tool" if latest == "tool" else "user"
 
 
-def _part(at: str, part: Any, role: Any, repairs: Repairs) -> Json:
+def part_of(at: str, part: Any, role: Any, repairs: Repairs) -> Json:
+    """Return a part of a message's content as text, or as a placeholder. Raises InvalidRequest."""
     text = _text_of(part)
     if text is None:
         kind: object = cast("Json", part).get("type") if isinstance(part, dict) else part
@@ -116,13 +119,26 @@ def _text_of(part: Any) -> str | None:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
-        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+        case {
+            "type": "document",
+            "source": {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)},
+        }:
+            return _titled(part, [text])
+        case {"type": "document", "source": {"type": "content", "content": [*inner]}} | {
+            "type": "search_result", "content": [*inner]
+        }:  # fmt: skip
+            texts: list[Any] = [one.get("text") if isinstance(one, dict) else None for one in inner]  # pyright: ignore
+            return _titled(part, texts) if all(isinstance(text, str) for text in texts) else None
+        case {"type": "compaction", "content": str(text)}:  # what an earlier server made of the turns before
             return text
-        case {"type": "search_result", "content": [*inner]}:
-            texts = [_text_of(one) for one in inner]
-            return "\n".join(text for text in texts if text is not None)
         case _:
             return None
+
+
+def _titled(part: Json, texts: Sequence[str]) -> str:
+    """Return the texts of a document behind what its client says of it."""
+    said: list[Any] = [part.get("title"), part.get("source"), part.get("context")]
+    return "\n".join([*(one for one in said if isinstance(one, str) and one), *texts])
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -203,6 +219,26 @@ def with_system_in_user(messages: Sequence[Json]) -> list[Json]:
     return [*messages]
 
 
+def with_single_calls(messages: Sequence[Json]) -> list[Json]:
+    """Return the messages with each call in a turn of its own, and its result behind it."""
+    turns: list[Json] = []
+    rest = deque(messages)
+    while rest:
+        turn = rest.popleft()
+        calls: Any = turn.get("tool_calls") or ()
+        for number, call in enumerate(calls):
+            first = turn if number == 0 else {"role": turn["role"], "content": ""}
+            turns.append(first | {"tool_calls": [call]})
+            behind = itertools.takewhile(lambda one: one["role"] == "tool", rest)
+            result = next((one for one in behind if one.get("tool_call_id") == call.get("id")), None)
+            if result is not None:
+                rest.remove(result)
+                turns.append(result)
+        if not calls:
+            turns.append(turn)
+    return turns
+
+
 def with_short_ids(messages: Sequence[Json]) -> list[Json]:
     """Return the messages with calls by names of nine letters and digits, which Mistral's templates insist on. A name
     depends on the given one alone, so a conversation keeps its prefix from turn to turn."""
@@ -228,6 +264,7 @@ FOR_STRICT_TEMPLATES: Mapping[Repair, Callable[[Sequence[Json]], list[Json]]] = 
     "system": with_one_system,
     "turns": with_turns,
     "system_in_user": with_system_in_user,
+    "single_calls": with_single_calls,
 }
 """How messages are changed, one kind after the other, until a template takes them."""
 
