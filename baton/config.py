@@ -588,12 +588,24 @@ def parse_override(text: str) -> tuple[str, object]:
         raise ConfigError(f"the value of {dotted} is not YAML: {error}") from None
 
 
+class _SingleKeys(yaml.SafeLoader):
+    """Refuses a section or a setting that comes twice. PyYAML would take the last one and say nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set[str]()
+        for key, _ in node.value:
+            if str(key.value) in names:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} comes twice; write it once")
+            names.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_bytes(), _SingleKeys)  # noqa: S506 - it is a SafeLoader
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if tree is None:
         return {}
