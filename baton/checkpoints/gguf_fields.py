@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.errors import CorruptWeights, UnsupportedModel
+from baton.errors import CorruptWeights, UnsupportedModel, shown
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -20,6 +20,17 @@ CLASSES = {
 """The architectures that are read, by the names that GGUF has for them. Mistral and Mixtral are a "llama" there."""
 _GEMMA_3_27B = 62
 """Its number of layers. llama.cpp knows by it, too, that scores are not divided by the root of a head's size."""
+_KINDS: Mapping[str, tuple[type, type | None]] = {
+    "general.architecture": (str, None),
+    "tokenizer.ggml.model": (str, None),
+    "tokenizer.ggml.pre": (str, None),
+    "tokenizer.chat_template": (str, None),
+    "tokenizer.ggml.tokens": (list, str),
+    "tokenizer.ggml.merges": (list, str),
+    "tokenizer.ggml.token_type": (list, int),
+    "tokenizer.ggml.scores": (list, float),
+}
+"""Types of fields, and of the members of lists."""
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
@@ -27,8 +38,15 @@ class Fields(dict[str, Any]):
     """The fields of a file, by name. One that is not there, or that makes no sense, raises CorruptWeights."""
 
     def __init__(self, source: Path, values: Mapping[str, Any]) -> None:
+        """Raises CorruptWeights for a field of the tokenizer that is of another type than all files have it."""
         super().__init__(values)
         self.source = source
+        for name, value in values.items():
+            kind, each = (int, None) if name.endswith("_token_id") else _KINDS.get(name, (object, None))
+            if not isinstance(value, kind) or (each and not all(isinstance(one, each) for one in value)):
+                raise CorruptWeights(
+                    f"{source}: {name} is {shown(repr(value))}, which makes no sense there; fetch it again"
+                )
 
     def __missing__(self, name: str) -> Any:
         raise CorruptWeights(f"{self.source} has no field {name}; fetch the file again, or convert the model again")

@@ -357,6 +357,12 @@ def test_a_tensor_beyond_the_end_is_refused_by_name(home: Path):
         ("tokenizer.ggml.eos_token_id", 5_000, "the eos token is 5000, and there are 1024"),
         ("tokenizer.ggml.token_type", [1, 1], "1024 tokens and types of 2"),
         ("tokenizer.ggml.merges", ["a q"], "its tokenizer can't be made"),
+        ("tokenizer.ggml.merges", [1, 2], r"tokenizer\.ggml\.merges is \[1, 2\]"),
+        ("tokenizer.ggml.tokens", 5, r"tokenizer\.ggml\.tokens is 5"),
+        ("tokenizer.ggml.eos_token_id", "a", r"tokenizer\.ggml\.eos_token_id is 'a'"),
+        ("tokenizer.ggml.pre", ["a"], r"tokenizer\.ggml\.pre is \['a'\]"),
+        ("tokenizer.chat_template", 5, r"tokenizer\.chat_template is 5"),
+        ("general.architecture", [1], r"general\.architecture is \[1\]"),
         ("general.architecture", "falcon", "'falcon'; known: llama, qwen2, qwen3, qwen3moe, gemma3, phi3"),
     ],
 )
