@@ -47,7 +47,7 @@ class Guesses:
         tokens = torch.zeros(len(logits), dtype=torch.int64)
         drawing = [(at, draw.rows[name], draw.drawn[name]) for at, name in enumerate(draw.names) if name in draw.drawn]
         if drawing:
-            draws = [replace(row.draw, mask=None, logprobs=None) for _, row, _ in drawing]
+            draws = [replace(one, mask=None, logprobs=None) for _, row, _ in drawing if (one := row.draw) is not None]
             first = [row.start + len(row.known) + len(drawn) + self._ahead for _, row, drawn in drawing]
             keys = counter_rng.keys([one.seed for one in draws], [one.index for one in draws], first)
             places = [at for at, _, _ in drawing]

@@ -8,7 +8,7 @@ Without them they are 1. Nothing of vLLM or torch is imported here.
 # pyright: strict
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from baton.errors import ModelError
 from engine.models.config_file import DTYPES, ConfigFile
@@ -225,4 +225,4 @@ def _scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """How llm-compressor quantized K and V; empty if it did not."""
     quantization: Mapping[str, Any] = config.get("quantization_config") or {}
     scheme: Any = quantization.get("kv_cache_scheme")
-    return scheme if isinstance(scheme, dict) else {}
+    return cast("Mapping[str, Any]", scheme) if isinstance(scheme, dict) else {}
