@@ -114,18 +114,18 @@ async def _run_beside(
     address: str, planned: Sequence[Planned], arguments: argparse.Namespace
 ) -> tuple[list[Outcome], float]:
     """Do so beside a batch of the same requests. Also return its tokens per second."""
-    made = 0
+    tokens = 0
 
     async def fill(filler: sender.Sender) -> None:
-        nonlocal made
+        nonlocal tokens
         for request in cycle(planned):
-            made += len((await filler.send(request.prompt, request.output, 0))[1])
+            tokens += len((await filler.send(request.prompt, request.output, 0))[1])
 
     async with AsyncClient(address) as client:
         filler = sender.Sender(client, arguments.timeout, salted=True, priority=LOWEST_CLASS)
         tasks = [asyncio.create_task(fill(filler)) for _ in range(arguments.batch)]
         try:
-            return await _run(address, planned, arguments), made / filler.now()
+            return await _run(address, planned, arguments), tokens / filler.now()
         finally:
             for task in tasks:
                 task.cancel()
