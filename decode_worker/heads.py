@@ -34,6 +34,7 @@ class HeadsDrafter:
         self._fixed = max(0.0, few - self._row)
         self._rows: dict[AttemptName, int] = {}  # of the last step: where the state is of the last token that counts
         self._lately = 1.0  # times what the cost says
+        self._seen = 0  # runs: the first ones count for more, since a loop of runs alone is quicker than one in steps
 
     def drew(self, plan: ScheduledBatch, drawn: Items[Items[Sampled]]) -> None:
         self._rows.clear()
@@ -66,5 +67,7 @@ class HeadsDrafter:
             stops = draft.sequence.stop_token_ids
             draft.guess += takewhile(lambda token, stops=stops: token not in stops, guess[: draft.count])
         if expected := self.seconds(steps, len(drafts), 0) / self._lately:
-            self._lately += LATELY * (min(seconds / expected, FAR * self._lately) - self._lately)
+            self._seen += 1
+            newest = max(LATELY, 1 / self._seen)
+            self._lately += newest * (min(seconds / expected, FAR * self._lately) - self._lately)
         return seconds

@@ -35,7 +35,7 @@ _MARGIN = 1.02  # times as many tokens a second as without: less is not worth wh
 _FIRST_TRIAL, _TRIAL, _LAST_TRIAL = 16, 64, 512  # steps to one: the first, the last with proposals, and without
 _TRIAL_SHARES = (0.15, 0.5, math.inf, 2.0)  # so many times the costs of proposals count in a trial
 _TRIAL_PROPOSALS = 16  # at most, where the last decision was none: of all sequences together
-_DECISION = 12e-6  # seconds that a decision takes for each sequence, its guess included
+_DECISION, _FOR_ALL = 12e-6, 50e-6  # seconds that a decision takes for each sequence, its guess included, and besides
 _DECIDING, _TRYING = 0.005, 0.01  # share of all seconds: decisions, and work of the drafter for trials
 
 _Chance: TypeAlias = tuple[float, int, int]
@@ -69,8 +69,8 @@ class ProposalChooser:
         self._shares = itertools.cycle(_TRIAL_SHARES)
         self._for_decisions = self._for_trials = 0.0  # seconds that may be spent
 
-    def is_due(self, sequences: int, seconds: float) -> bool:
-        """Whether to decide about the next step, of so many sequences and seconds. If not, it has no proposals."""
+    def is_due(self, seconds: float) -> bool:
+        """Whether to decide about the next step, of so many seconds. If not, it has no proposals."""
         self._for_decisions = min(0.0, self._for_decisions + _DECIDING * seconds)
         self._for_trials += _TRYING * seconds
         if self._verifies:
@@ -78,7 +78,6 @@ class ProposalChooser:
         if self._for_decisions < 0:
             self._until_trial -= 1
             return False
-        self._for_decisions -= _DECISION * sequences
         return True
 
     def pay(self, seconds: float) -> bool:
@@ -94,6 +93,8 @@ class ProposalChooser:
         """For a step of so many sequences that takes `seconds` without proposals, and `prompts` more for those in it.
         `drafting`: seconds of so many steps of the drafter."""
         self._until_trial -= 1
+        if not self._verifies:
+            self._for_decisions -= _DECISION * sequences + _FOR_ALL
         share = 1.0
         if trial := self._until_trial < 0:
             self._until_trial = self._interval = min(2 * self._interval, _TRIAL if self._verifies else _LAST_TRIAL)
@@ -130,7 +131,8 @@ class ProposalChooser:
                     tokens += chance
                     depth = max(depth, place)
                 counted = rows - sequences
-                more = share * (seconds * (times - 1) + (drafting(depth) if depth else 0.0)) + _DECISION * sequences
+                more = share * (seconds * (times - 1) + (drafting(depth) if depth else 0.0))
+                more += _DECISION * sequences + _FOR_ALL
                 if (rate := tokens / (least + more)) > best:
                     best, price, likeliest = rate, more / counted, some[:counted]
         counts = Counter([number for _, number, _ in likeliest])

@@ -35,7 +35,7 @@ class RowCurve:
 
     def times(self, rows: int, before: int) -> float:
         """How many times as long a step of `rows` takes as one of `before`."""
-        return math.exp(self._height(rows) - self._height(before))
+        return 1.0 if rows == before else math.exp(self._height(rows) - self._height(before))
 
     def longer(self, before: int, most: int) -> list[tuple[int, float]]:
         """Return numbers of rows above `before`, up to `most`, and how many times as long steps of these take: all

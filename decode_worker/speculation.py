@@ -89,6 +89,7 @@ class Speculation:
         self._curve = RowCurve(costs.cost)
         self._chooser = ProposalChooser(self._curve)
         self._lately = 1.0  # times what the fit, which lags behind, expects: steps without proposals
+        self._without = 0.0  # seconds of the step without proposals, by the fit
         self._seconds = self._longer = 0.0  # of the step's rows without proposals, and what these add
         self.step_failed()
 
@@ -97,8 +98,8 @@ class Speculation:
         taken."""
         self._longer, self.guesses = 0.0, False
         context = sum(chunk.start + 1 for chunk in plan.values())
-        expected = self._costs.cost.of(rows=len(plan), context=context) * self._lately
-        if not (self._verify_all or self._chooser.is_due(len(plan), expected)):
+        self._without = self._costs.cost.of(rows=len(plan), context=context)
+        if not (self._verify_all or self._chooser.is_due(self._without * self._lately)):
             return 0.0
         candidates = [
             candidate
@@ -138,9 +139,8 @@ class Speculation:
             self._curve.interrupt()
             return
         self._curve.observe(len(plan), step.rows, step.seconds)
-        context = sum(chunk.start + 1 for chunk in plan.values())
-        if expected := self._costs.cost.of(rows=len(plan), context=context):
-            took = step.seconds / self._curve.times(step.rows, len(plan)) / expected
+        if self._without:
+            took = step.seconds / self._curve.times(step.rows, len(plan)) / self._without
             self._lately += _LATELY * (min(took, _FAR * self._lately) - self._lately)
 
     def learn(self, sequence: Sequence, chunk: Chunk, drawn: Items[Sampled]) -> None:

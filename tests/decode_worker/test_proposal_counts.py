@@ -119,23 +119,24 @@ def test_the_likeliest_proposals_of_all_sequences_are_chosen() -> None:
 
 
 def test_deciding_takes_a_small_share_of_short_steps_and_every_long_step_is_decided() -> None:
-    def decided(seconds: float) -> int:
+    def decided(seconds: float, sequences: int = 32) -> int:
         chooser = ProposalChooser(RowCurve(StepCoefficients(row=1.0)))
         count = 0
         for _ in range(400):
-            if chooser.is_due(32, seconds):
-                chooser.choose([Guesser(0.1, 4)] * 32, 32, seconds, 0.0, lambda steps: 0.0)
+            if chooser.is_due(seconds):
+                chooser.choose([Guesser(0.1, 4)] * sequences, sequences, seconds, 0.0, lambda steps: 0.0)
                 count += 1
         return count
 
     assert decided(0.1) == 400
     assert 10 <= decided(0.003) <= 20
+    assert 10 <= decided(0.0004, 1) <= 20
 
 
 def test_while_proposals_are_verified_each_step_is_decided() -> None:
     chooser = ProposalChooser(RowCurve(StepCoefficients(fixed=0.003)))
     for _ in range(100):
-        assert chooser.is_due(32, 0.003)
+        assert chooser.is_due(0.003)
         chooser.choose([Guesser(0.9, 4)] * 32, 32, 0.003, 0.0, lambda steps: 0.0)
 
 
@@ -153,7 +154,7 @@ def test_trials_take_few_proposals_and_a_share_of_all_seconds(
     chooser = ProposalChooser(RowCurve(StepCoefficients(row=1.0)))
     paid = 0.0
     for step, cost in enumerate(costs, 1):
-        if chooser.is_due(sequences, seconds):
+        if chooser.is_due(seconds):
             chosen = chooser.choose([Guesser(0.5, 16)] * sequences, sequences, seconds, 0.0, lambda steps: 0.0)
             assert sum(chosen.counts) <= 16 if chosen.trial else not any(chosen.counts)
         paid += cost if chooser.pay(cost) else 0.0
