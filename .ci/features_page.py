@@ -77,6 +77,8 @@ TECHNIQUES = (
         "decode_worker/draft_model.py",
     ),
     Technique("Speculation by heads, token-identical", "Wertheimer et al., 2024", "decode_worker/heads.py"),
+    Technique("Speculation by Medusa heads, token-identical", "Cai et al., 2024", "engine/models/heads/medusa.py"),
+    Technique("Speculation by EAGLE, token-identical", "Li et al., 2024", "engine/models/heads/eagle.py"),
     Technique("vLLM's own drafts, token-identical", "EAGLE, ICML 2024; Medusa, ICML 2024; vLLM", "engine/vllm_runner"),
     Technique("Known tokens of a chat are not tokenized again", "ours", "router/frontend"),
     Technique("Steps launched ahead", "SGLang's overlap scheduler; vLLM", "worker/loop.py"),

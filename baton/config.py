@@ -161,7 +161,7 @@ class ModelConfig(_Section, frozen=True):
         "auto"  # proposes tokens, which steps verify; ngram, draft, heads, vllm: all; auto: those that pay, where exact
     )
     draft_model: str = ""  # a small checkpoint of the same vocabulary, which proposes tokens; as `path`
-    speculation_heads: str = ""  # directory or hub id of an mlp_speculator for the model, which proposes tokens
+    speculation_heads: str = ""  # directory or hub id of heads for the model, which propose tokens
     speculative_config: SpeculativeConfig | None = None  # a draft that vLLM's runner runs itself
     native: bool = True  # on a CPU, kernels compiled on the node, where they run; false: torch does all the work
 

@@ -1,7 +1,8 @@
 """Guesses of heads: small layers that go on from the hidden state which the model's last step has left of a sequence.
 
-The runner keeps the states of its last step only. So there is nothing to keep of a sequence, and one that was not in
-that step has no guess. Pure, but for what runs the heads.
+The runner keeps the states of its last step only. So there is nothing to keep of a sequence here, and one that was not
+in that step has no guess. Heads that attend to earlier states keep these themselves, and are told of each step. Pure,
+but for what runs the heads.
 """
 
 # pyright: strict
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from baton.messages import AttemptName
 from decode_worker.drafter import FAR, LATELY, Draft
 from decode_worker.sequence import Sequence
-from engine.step.batch import HiddenRow, Sampled, TokenDraw
+from engine.step.batch import DrawnRows, HiddenRow, Sampled, TokenDraw
 from engine.step.outcome import ScheduledBatch
 
 _MANY, _TRIES = 32, 5  # rows of the larger size that is measured at first, and how often
@@ -24,11 +25,16 @@ _MANY, _TRIES = 32, 5  # rows of the larger size that is measured at first, and 
 class HeadsDrafter:
     """The heads of a model, where the states of sequences are, and what heads take."""
 
-    def __init__(self, run: Callable[[Items[HiddenRow], int], tuple[Items[Items[int]], float]], count: int) -> None:
+    def __init__(
+        self,
+        run: Callable[[Items[HiddenRow], int], tuple[Items[Items[int]], float]],
+        count: int,
+        keep: Callable[[Items[DrawnRows]], None] | None = None,
+    ) -> None:
         """`run`: guesses so many tokens for each row, with as many of the `count` heads, and returns the seconds, too.
-        It is measured here."""
-        self._run, self._count = run, count
-        row = HiddenRow(0, 0, 0, TokenDraw(temperature=1))
+        It is measured here. `keep`: is told of the rows of each step that count."""
+        self._run, self._count, self._keep = run, count, keep
+        row = HiddenRow(None, 0, 0, 1, TokenDraw(temperature=1))
         few, many = (min(run([row] * rows, count)[1] for _ in range(_TRIES)) / count for rows in (1, _MANY))
         self._row = max(0.0, (many - few) / (_MANY - 1))  # seconds of a head for each sequence, and besides
         self._fixed = max(0.0, few - self._row)
@@ -38,11 +44,15 @@ class HeadsDrafter:
 
     def drew(self, plan: ScheduledBatch, drawn: Items[Items[Sampled]]) -> None:
         self._rows.clear()
-        row = 0
+        row, rows = 0, list[DrawnRows]()
         for (name, chunk), each in zip(plan.items(), drawn, strict=True):
             if each:
                 self._rows[name] = row + len(each) - 1
+                if self._keep is not None:
+                    rows.append(DrawnRows(name, row, [one.token for one in each], chunk.known))
             row += 0 if chunk.sample is None else 1 + len(chunk.verify)
+        if self._keep is not None:
+            self._keep(rows)
 
     def most(self, sequence: Sequence) -> int:
         return self._count if sequence.name in self._rows else 0
@@ -56,8 +66,8 @@ class HeadsDrafter:
     def guess(self, drafts: Items[Draft], within: float | None) -> float:
         rows = [
             HiddenRow(
-                self._rows[draft.sequence.name], draft.sequence.tokens[-1], len(draft.sequence.tokens),
-                replace(draft.draw, mask=None, logprobs=None),
+                draft.sequence.name, self._rows[draft.sequence.name], draft.sequence.tokens[-1],
+                len(draft.sequence.tokens), replace(draft.draw, mask=None, logprobs=None),
             )
             for draft in drafts
         ]  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
+from torch.nn import functional
 
 from baton.errors import ModelError, NotEnoughMemory, UnsupportedModel
 from baton.messages import MAX_RING, AdapterCard, PromptTokenLogprob
@@ -137,15 +138,14 @@ class Engine:
     def _compute_with(self, model_weights: ModelWeights) -> None:
         config, layout, pool = self.config, self.layout, self.pool
         self.dtype = model_weights.embedding.dtype
+        self._embedding = model_weights.embedding
         self._model = Transformer(config, model_weights, TorchAttention(pool, layout, config.query_scale))
         self._native: forward.NativeForward | None = None
         if self._threads is not None and (library := build.library()) is not None:
             self._native = forward.NativeForward(library, self._threads, config, model_weights, layout, pool)
             self.numerics = numerics.probe(library, tuple(sorted(self._native.forms)))
         self.verifies = self._native is not None
-        self._hidden = (
-            torch.empty(0) if self._native is None else self._native.hidden
-        )  # normed, of the last draws' rows
+        self.hidden = torch.empty(0) if self._native is None else self._native.hidden  # normed, of the last draws' rows
         self.no_page_weights = (
             "" if self.verifies else "only our own kernels for CPUs tell what tokens attend to, and they don't run here"
         )
@@ -384,7 +384,7 @@ class Engine:
     @torch.inference_mode()
     def guess(self, heads: Heads, rows: Sequence[HiddenRow], count: int) -> list[list[int]]:
         """Return the next `count` tokens of each row as these heads guess them, drawn as the model would draw them."""
-        state = heads.first(self._hidden[[each.row for each in rows]])
+        state = heads.first(self.hidden[[each.row for each in rows]], rows)
         tokens, draws = [each.token for each in rows], [each.draw for each in rows]
         ahead = [
             (draw.seed, draw.index, each.position + head)
@@ -398,6 +398,13 @@ class Engine:
             guesses.append(tokens := draw_likely(heads.logits(head, state), draws, keys[head]))
         return [list(each) for each in zip(*guesses, strict=True)]
 
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(tokens, self._embedding)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normed hidden states → logits."""
+        return (self._native or self._model).logits(hidden)
+
     def _flatten(self, chunks: Sequence[Chunk]) -> Batch:
         return flatten(chunks, self.layout.page_size, self.num_pages, self.vocab_size, self.window)
 
@@ -407,7 +414,7 @@ class Engine:
         if self._native is not None:
             with self.tracer.span("layers and head", "engine"):
                 scores = self._native.run(batch, weights)
-                self._hidden = self._native.hidden
+                self.hidden = self._native.hidden
             return (None, None) if scores is None else (scores.logits, scores.best)
         with torch.inference_mode():
             with self.tracer.span("layers", "engine"):
@@ -445,8 +452,8 @@ class Engine:
                         row += len(targets)
                 drawn += range(row, row + len(chunk.draws))
                 row += len(chunk.draws)
-            self._hidden = hidden[drawn]
-            return model.logits(self._hidden) if drawn else None
+            self.hidden = hidden[drawn]
+            return model.logits(self.hidden) if drawn else None
 
 
 def _results(output: StepOutput) -> tuple[Sequence[Sampled | None], PromptScores, VerifiedDraws, PageWeights]:

@@ -89,7 +89,7 @@ def load(config: Config, runner: Runner) -> Drafter | None:
 
 def _load_heads(path: Path, runner: Runner) -> HeadsDrafter:
     assert isinstance(runner, Engine), "no other engine is chosen with heads"
-    loaded = heads.Heads.load(path, runner.dtype, PackedLinears(groups=False).linear)
+    loaded = heads.load(path, runner.dtype, PackedLinears(groups=False), runner)
 
     def run(rows: Sequence[HiddenRow], count: int) -> tuple[list[list[int]], float]:
         with runner.tracer.span("draft", "engine", rows=len(rows)):
@@ -97,7 +97,8 @@ def _load_heads(path: Path, runner: Runner) -> HeadsDrafter:
             guesses = runner.guess(loaded, rows, count)
         return guesses, time.monotonic() - began
 
-    return HeadsDrafter(run, loaded.spec.count)
+    keep = (lambda drawn: loaded.keep(runner.hidden, drawn)) if loaded.remembers else None
+    return HeadsDrafter(run, loaded.spec.count, keep)
 
 
 def _unlike(model: ModelConfig, how: str) -> str:

@@ -7,13 +7,14 @@ text has there. Texts are files of this checkout in the tokens of the demo model
 prompt with changes, as agents do, and `open` goes on with a document. `draft` is the same text with a draft model
 besides: two layers of random weights, a tenth of the parameters. Its steps are computed, too, and its guesses are
 given: each is right with the share that the demo model's draft has (`docs/demo-model.md`). `heads` is the same text
-with four tied heads of random weights and an inner size of 256, whose guesses are given in the same way. `demo` is the
-demo model with its draft at temperature 1: its own draws are the text. `all` is the same with every guess of the draft
-verified, whatever it costs. `demo-heads` is the demo model with its heads. `--session` names a recorded agent session
-instead, JSON of one request a line: it keeps the first `keep` messages of the one before and has `append` after them.
-Each answer of the assistant is an output, with its calls as a chat template has them. The 6,000 tokens before it are
-its prompt. A ratio is tokens per second with over without. With one thread, seconds are those of the processor, so that
-other processes count less.
+with four tied heads of random weights and an inner size of 256, whose guesses are given in the same way, and `eagle`
+with a layer of random weights. `demo` is the demo model with its draft at temperature 1: its own draws are the text.
+`all` is the same with every guess of the draft verified, whatever it costs. `demo-heads` is the demo model with its
+heads, or with those that `--heads` names. `--kind` runs only the cases of that name. `--session` names a recorded
+agent session instead, JSON of one request a line: it keeps the first `keep` messages of the one before and has `append`
+after them. Each answer of the assistant is an output, with its calls as a chat template has them. The 6,000 tokens
+before it are its prompt. A ratio is tokens per second with over without. With one thread, seconds are those of the
+processor, so that other processes count less.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +44,13 @@ from decode_worker.speculation import SpeculationStats
 from deploy.models import DEMO_MODEL, DRAFT_MODEL, HEADS
 from engine.cpu.packed_linear import PackedLinears
 from engine.engine import Engine
-from engine.models.heads import Heads, HeadsSpec
-from engine.step.batch import Chunk, HiddenRow, Sampled
+from engine.models.heads import Heads
+from engine.models.heads import load as load_heads
+from engine.models.heads.eagle import Eagle, EagleSpec
+from engine.models.heads.mlp_speculator import MlpSpec, MlpSpeculator
+from engine.models.linear import Dense
+from engine.models.weights import read_layer
+from engine.step.batch import Chunk, DrawnRows, HiddenRow, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.keys import pack_tokens
 from worker.calibration import calibrate
@@ -55,12 +62,14 @@ _PROMPTS = {1: 700, 32: 200}  # tokens, by sequences
 _CASES = {
     ("edit", 1): 1.6, ("open", 1): 0.98, ("draft", 1): 1.3, ("edit", 32): 0.97, ("open", 32): 0.97, ("draft", 32): 0.97,
     ("demo", 1): 1.3, ("all", 1): 0.0, ("demo", 32): 0.97, ("all", 32): 0.0,
-    ("heads", 1): 1.3, ("heads", 32): 0.97, ("demo-heads", 1): 0.97, ("demo-heads", 32): 0.97,
+    ("heads", 1): 1.3, ("heads", 32): 0.97, ("eagle", 1): 1.3, ("eagle", 32): 0.97,
+    ("demo-heads", 1): 0.97, ("demo-heads", 32): 0.97,
 }  # and the least ratios  # fmt: skip
 _DEMO = ("demo", "all", "demo-heads")
 _CHAT = "<|im_start|>user\nTell me many stories about a {}.<|im_end|>\n<|im_start|>assistant\n"
 _ANIMALS = ("fox", "cat", "dog", "bear", "owl", "hen", "cow", "goat")
-_FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md"), "draft": ("docs", ".md"), "heads": ("docs", ".md")}
+_FILES = {"edit": ("decode_worker", ".py"), "open": ("docs", ".md"), "draft": ("docs", ".md"), "heads": ("docs", ".md"),
+          "eagle": ("docs", ".md")}  # fmt: skip
 _AGREES, _HEADS_AGREE = 0.94, 0.78  # share of the guesses that are right: of a draft model, of heads
 _WRONG = 31_999  # a token of no text
 _RECORDED = 6_000  # tokens before an answer of a recorded session
@@ -75,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=256, help="of an output")
+    parser.add_argument("--heads", type=Path, default=HEADS, help="of the demo model")
+    parser.add_argument("--kind", choices=sorted({kind for kind, _ in _CASES}))
     parser.add_argument("--session", type=Path, help="recorded agent sessions (JSONL, or that in gzip)")
     parser.add_argument("--answers", type=int, default=29, help="of these, so many")
     args = parser.parse_args(argv)
@@ -89,20 +100,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _session(*load(models.directory(args.model)), answers[: args.answers], args.rounds, now)
     large = load(models.directory(args.model)), load(models.directory(args.draft))
     demo = load(DEMO_MODEL), load(DRAFT_MODEL)
-    linear, dtype = PackedLinears(groups=False).linear, demo[0][0].dtype
-    demo_heads, spec = Heads.load(HEADS, dtype, linear), HeadsSpec(32_000, 768, 256, 4, tied=True)
-    heads = Heads(spec, {name: torch.randn(shape).to(dtype) for name, shape in spec.shapes().items()}, linear)
+    heads = _random_heads(large[0][0])
+    heads["demo-heads"] = load_heads(args.heads, demo[0][0].dtype, PackedLinears(groups=False), demo[0][0])
     report.say(report.machine())
     for (kind, batch), target in _CASES.items():
+        if args.kind not in (None, kind):
+            continue
         (engine, steps), (small, small_steps) = demo if kind in _DEMO else large
         texts = [text(kind, number, _PROMPTS[batch], args.tokens) for number in range(batch)]
         speeds: dict[bool, list[float]] = {False: [], True: []}
         for number in range(args.rounds):
             for speculates in (number % 2 == 0, number % 2 == 1):
                 drafter: Drafter | None = None
-                if kind.endswith("heads") and speculates:
-                    own, fixed = (demo_heads, None) if kind in _DEMO else (heads, texts)
-                    drafter = HeadsDrafter(partial(_headed, engine, own, now, fixed), own.spec.count)
+                if kind in heads and speculates:
+                    own, fixed = heads[kind], None if kind in _DEMO else texts
+                    keep = partial(_keep, engine, own) if own.remembers else None
+                    drafter = HeadsDrafter(partial(_headed, engine, own, now, fixed), own.spec.count, keep)
                 elif kind not in ("edit", "open") and speculates:
                     guess = partial(_guesses, small, now, None if kind in _DEMO else texts)
                     drafter = DraftModel(guess, _PAGES, _PAGE, small.max_positions, small_steps)
@@ -117,6 +130,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = report.beside("speculation", f"{kind}-{batch}", "tokens/s", speeds[True], speeds[False])
         report.emit(report.judged(result, target, "high"))
     return 0
+
+
+def _random_heads(engine: Engine) -> dict[str, Heads]:
+    """The heads of each case that has some of random weights."""
+    maker, spec, dtype = PackedLinears(groups=False), MlpSpec(32_000, 768, 256, 4, tied=True), engine.dtype
+
+    def some(name: str, shape: Sequence[int], dtypes: object = ()) -> torch.Tensor:
+        return torch.randn(*shape).to(dtype)
+
+    layer = EagleSpec(replace(engine.config, layers=engine.config.layers[:1]))
+    fc = maker.linear(Dense(some("fc", (768, 2 * 768)), None))
+    return {
+        "heads": MlpSpeculator(spec, {name: some(name, shape) for name, shape in spec.shapes().items()}, maker.linear),
+        "eagle": Eagle(layer, fc, read_layer(layer.layer, maker, some, dtype), engine),
+    }
+
+
+def _keep(engine: Engine, heads: Heads, drawn: Sequence[DrawnRows]) -> None:
+    heads.keep(engine.hidden, drawn)
 
 
 def _session(

@@ -55,7 +55,8 @@ def up(
         str, typer.Option(help="Small model of the same vocabulary that proposes tokens, which the model verifies.")
     ] = "",
     speculation_heads: Annotated[
-        str, typer.Option(help="Heads (mlp_speculator) trained for the model that propose tokens, which it verifies.")
+        str,
+        typer.Option(help="Heads (mlp_speculator, Medusa or EAGLE-1) trained for the model that propose tokens."),
     ] = "",
     speculative_config: Annotated[
         str,

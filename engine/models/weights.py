@@ -146,6 +146,11 @@ def assembled(
     return _Assembly(spec, maker, take, dtype, device).model(head)
 
 
+def read_layer(spec: ModelSpec, maker: LinearMaker, take: Take, dtype: torch.dtype) -> LayerWeights:
+    """Return the first layer of the tensors that `take` gives, for the CPU."""
+    return _Assembly(spec, maker, take, dtype, torch.device("cpu")).layer(0)
+
+
 def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     """Name and shape of every tensor that a checkpoint with this config must hold."""
     tensors: dict[str, Shape] = {f"{_EMBEDDING}.weight": (spec.vocab_size, spec.hidden_size)}
@@ -322,7 +327,7 @@ class _Assembly:
         vocabulary = (spec.vocab_size, spec.hidden_size)
         embedding = self._read(f"{_EMBEDDING}.weight", vocabulary)
         last = spec.num_layers - 1
-        layers = tuple(self._layer(layer) for layer in range(last + head))
+        layers = tuple(self.layer(layer) for layer in range(last + head))
         if not head:
             return ModelWeights(embedding, layers, self._key_value(last), None, None)
         if spec.tied_embeddings:
@@ -334,7 +339,7 @@ class _Assembly:
         norm = self._norm(f"{_NORM}.weight", (spec.hidden_size,))
         return ModelWeights(embedding, layers, None, norm, self._maker.linear(output))
 
-    def _layer(self, layer: int) -> LayerWeights:
+    def layer(self, layer: int) -> LayerWeights:
         tensors, spec = _Tensors(self._spec, layer), self._spec
         products = self._products(tensors.matrices)
         norms = {one: self._norm(*place) for one, place in tensors.norms.items()}

@@ -6,7 +6,7 @@ end to end, and every array that speaks of tokens has one entry for each. No tor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
@@ -202,10 +202,21 @@ class Chunk(Struct, frozen=True, gc=False):
         return [] if self.sample is None else list(enumerate((*self.verify, self.sample), self.known))
 
 
+class DrawnRows(Struct, frozen=True, gc=False):
+    """The rows of a sequence from which the last step has drawn `tokens`, the first of these at `position`. `row`, that
+    of the first, counts all draws of that step. `name` is the sequence's."""
+
+    name: Hashable
+    row: int
+    tokens: Sequence[int]
+    position: int
+
+
 class HiddenRow(Struct, frozen=True, gc=False):
     """A row of the last step that has drawn a token, from which heads go on. `row` counts all draws of that step, and
-    `draw` is that of the token at `position`, the first to be guessed."""
+    `draw` is that of the token at `position`, the first to be guessed. The token before it is that of the row."""
 
+    name: Hashable
     row: int
     token: int
     position: int

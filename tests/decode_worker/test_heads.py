@@ -1,7 +1,7 @@
 """Heads go on from the rows of the last step, and change no token."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from baton.config import DecodeConfig
 from baton.messages import StepSample
 from decode_worker.heads import HeadsDrafter
 from decode_worker.scheduler import DecodeScheduler
-from engine.step.batch import HiddenRow
+from engine.step.batch import DrawnRows, HiddenRow
 from engine.step.outcome import ScheduledBatch, StepFailed
 from kvstore.client.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
@@ -26,6 +26,7 @@ class States:
 
     def __init__(self, share: float, seconds: float) -> None:
         self.rows: list[list[int]] = []  # the tokens that each draw of the last step has seen
+        self.names: list[Hashable] = []
         self.drafter: HeadsDrafter
         self.guesses = 0
         self._rng, self._share, self.seconds = random.Random(2), share, seconds
@@ -36,7 +37,17 @@ class States:
         self.guesses += len(rows)
         return [self._guess(row, count) for row in rows], self.seconds * count
 
+    def keep(self, drawn: Sequence[DrawnRows]) -> None:
+        """What counts of the last step: each row has seen what comes before its token."""
+        self.names = [each.name for each in drawn]
+        for each in drawn:
+            before = self.rows[each.row]
+            assert len(before) == each.position
+            for at in range(len(each.tokens)):
+                assert self.rows[each.row + at] == [*before, *each.tokens[:at]]
+
     def _guess(self, row: HiddenRow, count: int) -> list[int]:
+        assert row.name in self.names
         known = [*self.rows[row.row], row.token]
         assert row.position == len(known)
         for _ in range(count):
@@ -49,7 +60,7 @@ def worker(
 ) -> RigWorker:
     """A decode worker with heads, whose steps leave their states there."""
     one = Rig(64).worker("decode", pages, DecodeConfig())
-    states.drafter = HeadsDrafter(states.run, HEADS)
+    states.drafter = HeadsDrafter(states.run, HEADS, states.keep)
     one.state = DecodeScheduler(
         DecodeConfig(), PAGE, pages, growth_reserve=OnePageEach(), calibration=steps, drafter=states.drafter,
         verify_all=verify_all,
@@ -112,6 +123,7 @@ def test_after_a_step_that_fails_no_state_is_taken_for_another() -> None:
     plan = one.state.schedule(0.0)
     before = states.guesses
     one.handle(StepFailed({name: chunk for name, chunk in plan.items() if name.request == "second"}, "boom"))
+    assert not states.names
     one.state.prepare(0.0)
     assert [name.request for name in one.state.schedule(0.0)] == ["first"]
     assert states.guesses == before > 0

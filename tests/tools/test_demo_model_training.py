@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from baton.config import load
 from deploy.models import DEMO_MODEL, DRAFT_MODEL
 from engine.models.config import load_spec
-from engine.models.heads import Heads, HeadsSpec
-from engine.models.linear import PlainLinear
 from tools.demo_model import agreement, checkpoint, evaluate, heads, train
 from tools.demo_model import tokenizer as tokenizers
 from tools.demo_model.batches import draw_batch
 from tools.demo_model.conversation import BEGIN, Conversation, Message, render
 from tools.demo_model.network import Network, Shape, start
+from worker import draft
 
 pytestmark = pytest.mark.slow
 
@@ -168,17 +169,22 @@ def test_a_run_ends_with_the_first_token_that_differs() -> None:
     assert agreement.mean_run([[right, wrong, wrong, right, right]], 4) == (1 + 0 + 2) / 3
 
 
-def test_heads_learn_to_guess_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["mlp_speculator", "medusa", "eagle"])
+def test_heads_learn_to_guess_what_the_model_says(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "ROWS", 2)
     monkeypatch.setattr(heads, "LENGTH", 128)
     network = heads.read_network(DRAFT_MODEL)
     tokenizer = Tokenizer.from_file(str(DRAFT_MODEL / "tokenizer.json"))
-    spec = HeadsSpec(network.shape.vocabulary, network.shape.hidden, 32, 2, tied=True)
+    spec = heads.spec_of(form, network.shape)
     drawn = draw_batch(tokenizer, (1, 0, 0), 2, 128)
     losses: list[float] = []
     for steps in (1, 40):
         heads.write(tmp_path, spec, heads.train(network, tokenizer, spec, steps))
-        trained = Heads.load(tmp_path, torch.float32, PlainLinear)
-        assert trained.spec == spec
-        losses.append(heads.losses_of(network, trained, *drawn)[0].mean().item())
+        draft.check(
+            load(None, {"model.speculation_heads": str(tmp_path), "model.speculation": "heads"}).model, DRAFT_MODEL
+        )
+        tensors, losses_of = heads.start(network, spec)
+        for name, trained in load_file(tmp_path / "model.safetensors").items():
+            tensors[name].data.copy_(trained)
+        losses.append(losses_of(*drawn)[0].mean().item())
     assert losses[1] < losses[0] - 1

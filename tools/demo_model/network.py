@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
 from torch.nn import functional
+
+Turns: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,14 @@ class _Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden, width)
         self.o_proj = nn.Linear(width, shape.hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turns: Turns, mask: torch.Tensor | None) -> torch.Tensor:
         rows, length, _ = x.shape
         q, k, v = (
             project(x).view(rows, length, self.heads, self.head_dim).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k = _rotate(q, *turns), _rotate(k, *turns)
+        attended = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return self.o_proj(attended.transpose(1, 2).reshape(rows, length, -1))
 
 
@@ -85,7 +87,9 @@ class _Mlp(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
+    """A decoder layer."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.hidden, eps=1e-6)
@@ -93,8 +97,9 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=1e-6)
         self.mlp = _Mlp(shape)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: torch.Tensor, turns: Turns, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """`mask`: which places each attends to; None: all up to its own."""
+        x = x + self.self_attn(self.input_layernorm(x), turns, mask)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -102,7 +107,7 @@ class _Body(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=1e-6)
 
 
@@ -117,22 +122,28 @@ class Network(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """[rows, length] token ids → [rows, length, hidden] normed hidden states."""
         x = self.model.embed_tokens(tokens)
-        half = torch.arange(0, self.shape.head_dim, 2, dtype=torch.float32) / self.shape.head_dim
-        angles = torch.outer(torch.arange(tokens.shape[1], dtype=torch.float32), self.shape.theta**-half)
-        cos, sin = (torch.cat([turn, turn], dim=-1).to(x.dtype) for turn in (angles.cos(), angles.sin()))
+        turns = turns_of(self.shape, tokens.shape[1], x.dtype)
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, turns)
         return self.model.norm(x)
 
     def attention(self, depth: int) -> _Attention:
         """Return a layer's attention."""
         layer = self.model.layers[depth]
-        assert isinstance(layer, _Layer)
+        assert isinstance(layer, Layer)
         return layer.self_attn
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, hidden] → […, vocabulary]; input and output embeddings are one tensor."""
         return functional.linear(hidden, self.model.embed_tokens.weight)
+
+
+def turns_of(shape: Shape, length: int, dtype: torch.dtype) -> Turns:
+    """Cosine and sine of each place's angles."""
+    half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), shape.theta**-half)
+    cos, sin = (torch.cat([turn, turn], dim=-1).to(dtype) for turn in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

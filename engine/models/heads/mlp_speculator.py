@@ -1,4 +1,4 @@
-"""Heads that guess a model's next tokens from its last hidden state: an MLP speculator (Wertheimer et al., 2024).
+"""An MLP speculator (Wertheimer et al., 2024): heads that take each other's states.
 
 The first head takes the normed hidden state whose logits a token was drawn from, and that token. Each further head
 takes the state of the one before and the token that was guessed there. None attends to anything, so there are no K and
@@ -11,7 +11,7 @@ the weights and their names. What is drawn from the logits is the caller's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,18 +19,17 @@ import torch
 from msgspec import Struct
 from torch.nn import functional
 
-from baton.checkpoint_files import read_config
-from baton.errors import UnsupportedModel
 from engine.checkpoint.safetensors_reader import TensorFiles
-from engine.models.linear import Dense, Linear, PlainLinear
+from engine.models.heads.seam import MOST, read_size
+from engine.models.linear import Dense, Linear, LinearMaker, PlainLinear
+from engine.step.batch import DrawnRows, HiddenRow
 
 TYPE = "mlp_speculator"
-MOST = 16  # heads
 _EPS = 1e-6
 
 
-class HeadsSpec(Struct, frozen=True):
-    """The sizes of heads."""
+class MlpSpec(Struct, frozen=True):
+    """The sizes of an MLP speculator."""
 
     vocab_size: int
     hidden_size: int
@@ -70,23 +69,13 @@ class HeadsSpec(Struct, frozen=True):
         }
 
 
-def load_spec(path: Path) -> HeadsSpec:
-    """Read the sizes of the heads in the directory `path`. Raises ModelError."""
-    raw = read_config(path)
-    if raw.get("model_type") != TYPE:
-        raise UnsupportedModel(f"{path} holds a model of the type {raw.get('model_type')!r}; heads are of {TYPE!r}")
-
-    def size(name: str, most: float = math.inf) -> int:
-        value = raw.get(name)
-        if not isinstance(value, int) or not 0 < value <= most:
-            bound = f" and at most {most}" if most < math.inf else ""
-            raise UnsupportedModel(f"{path}/config.json: {name} is {value!r}; it must be an integer above 0{bound}")
-        return value
-
-    hidden = size("emb_dim")
-    inner = size("inner_dim") if raw.get("inner_dim") else hidden
+def read_spec(path: Path, raw: Mapping[str, Any]) -> MlpSpec:
+    """Read the sizes of the heads in the directory `path` from its config. Raises ModelError."""
+    hidden = read_size(path, raw, "emb_dim")
+    inner = read_size(path, raw, "inner_dim") if raw.get("inner_dim") else hidden
     tied, scaled = (bool(raw.get(name)) for name in ("tie_weights", "scale_input"))
-    return HeadsSpec(size("vocab_size"), hidden, inner, size("n_predict", MOST), tied, scaled)
+    count = read_size(path, raw, "n_predict", MOST)
+    return MlpSpec(read_size(path, raw, "vocab_size"), hidden, inner, count, tied, scaled)
 
 
 class _Head(NamedTuple):
@@ -99,12 +88,14 @@ class _Head(NamedTuple):
     head: Linear
 
 
-class Heads:
+class MlpSpeculator:
     """The heads. `spec` has their sizes."""
+
+    remembers = False
 
     def __init__(
         self,
-        spec: HeadsSpec,
+        spec: MlpSpec,
         tensors: Mapping[str, torch.Tensor],
         linear: Callable[[Dense], Linear] = PlainLinear,
     ) -> None:
@@ -128,14 +119,16 @@ class Heads:
         ]
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype, linear: Callable[[Dense], Linear]) -> Heads:
+    def load(cls, path: Path, spec: MlpSpec, dtype: torch.dtype, maker: LinearMaker) -> MlpSpeculator:
         """Load the checkpoint in the directory `path`. Raises ModelError."""
-        spec = load_spec(path)
         with TensorFiles(path) as files:
             tensors = {name: files.read_tensor(name, shape).to(dtype) for name, shape in spec.shapes().items()}
-        return cls(spec, tensors, linear)
+        return cls(spec, tensors, maker.linear)
 
-    def first(self, hidden: torch.Tensor) -> torch.Tensor:
+    def keep(self, hidden: torch.Tensor, drawn: Sequence[DrawnRows]) -> None:
+        """Nothing is kept."""
+
+    def first(self, hidden: torch.Tensor, rows: Sequence[HiddenRow] = ()) -> torch.Tensor:
         """The state that the first head takes, [rows, hidden], from normed hidden states."""
         return functional.rms_norm(hidden, hidden.shape[-1:], None, _EPS) / math.sqrt(2) if self.spec.scaled else hidden
 
