@@ -301,9 +301,7 @@ class RouterConfig(_Section, frozen=True):
         "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
     )
     move_prompts: bool = True  # the rest of a prompt goes to another prefill worker where its first token comes sooner
-    pipeline_prompts: bool = (
-        True  # two idle prefill workers of a node compute a long prompt together, where that is sooner
-    )
+    pipeline_prompts: bool = True  # idle prefill workers of a node compute a long prompt together, where that is sooner
     roles: Literal["manual", "auto"] = "manual"  # auto: changes of workers' roles that are advised are carried out
     explain_requests: Natural = 1_000  # the last so many can be explained; 0: none
 

@@ -49,8 +49,8 @@ class Attempt:
     prefill_unreported: int = (
         0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
     )
-    helper: str | None = None  # incarnation of a prefill worker that computes a part; none once it does no more
-    helped: int = 0  # tokens that it has computed, by its own account
+    helpers: tuple[str, ...] = ()  # incarnations of prefill workers that compute a part, as long as they do
+    helped: int = 0  # tokens that they have computed, by their own account
     prefill_sent: bool = False
     prefilled: bool = False
     computed: int = 0  # tokens that its decode worker has computed, by the last heartbeat

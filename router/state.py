@@ -240,8 +240,10 @@ class RouterState:
                     pass
         elif current := self._manager.find_helped(member, message.request, message.attempt):
             if isinstance(message, messages.Prefilled):
-                current[1].helped = message.computed
-            self._manager.release_helper(*current)  # it has done its part, or does no more
+                current[1].helped += message.computed
+                self._manager.release_helper(*current, member.incarnation)
+            else:
+                self._manager.release_helpers(*current)
 
     # --- coming and going --------------------------------------------------------------------------------------------
 

@@ -73,7 +73,7 @@ class PlacementCosts:
         able = (table.rings > 0) & (self.open == OPEN) & table.has_store & (self.cached <= host[table.node])
         self.rings = find_rings(ask, table, able, self.cached, device, self.compute, ring_step) if ring_step else {}
         for row, offer in self.rings.items():
-            self.compute[row] = offer.seconds
+            self.compute[row] = offer.seconds[len(offer.helpers)]
         self.queue = np.maximum(table.prefills_done_at - now, 0.0) + reserved
         self.prefill_seconds = self.load + self.compute
         self.new_tokens = new

@@ -217,9 +217,9 @@ def _placement(
         loads=reach.loads,
         predicted=predicted,
         tpot=tpot,
-        helper=None if ring is None else costs.workers[ring.helper].incarnation,
+        helpers=() if ring is None else tuple(costs.workers[row].incarnation for row in ring.helpers),
         chunk_pages=0 if ring is None else ring.pages,
-        alone=0.0 if ring is None else ring.alone,
+        ring_seconds=() if ring is None else ring.seconds,
     )
 
 

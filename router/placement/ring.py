@@ -1,38 +1,39 @@
-"""Long prompts that two prefill workers of a node compute at a time, and when that is worth it (`engine.step.ring`).
+"""Long prompts that several prefill workers of a node compute at a time, and how many of them are worth it
+(`engine.step.ring`).
 
-Chunks of equal length are computed by the two in turn, layer behind layer. So the prompt takes what the chunks of the
-worker with the last one take. That is half of the prompt, and half of what the second of two chunks takes longer:
+Chunks of equal length are computed by the workers in turn, layer behind layer. So the prompt takes what the chunks of
+the worker with the last one take. That is the worker's part of the prompt, and what the last of as many chunks as there
+are workers takes longer than their mean:
 
-    c tokens, p pairs, n chunks    seconds / 2 + p · tokens² / 4n
+    w workers, n chunks of c tokens    c · ⌈n / w⌉ · seconds / tokens  +  c · tokens · pair · (w − 1) / 2w
 
-Neither may have another prompt, and their store must have all that is cached of this one. Both leave the ring when
-another prompt comes. Pure.
+The slowest of them sets the pace. None may have another prompt, and their store must have all that is cached of this
+one. All leave the ring when another prompt comes to one of them, so each must save some time. Pure.
 """
 
 # pyright: strict
 
-from math import ceil
+from math import ceil, inf
 
 from msgspec import Struct
 
-from baton.messages import MAX_KEYS_PER_CALL
+from baton.messages import MAX_KEYS_PER_CALL, MAX_RING
 from router.placement.types import PlacementRequest
 from router.placement.worker_table import Flags, Floats, WorkerTable
 
-_WORTH = 0.05  # seconds that must be saved
-_BEGIN = 0.01  # seconds until both have come
-_FIRST_LAYER = 1 / 8  # of a chunk, at most, that one waits for the other
+_WORTH = 0.05  # seconds that each worker more must save
+_BEGIN = 0.01  # seconds until all have come
+FIRST_LAYER = 1 / 8  # of a chunk, at most, that each waits for the one before it
 _LEAST = 256  # tokens of a chunk, unless the prompt has less than two such: smaller ones are computed slowly
 _ALONE = 4  # times `prefill.step_ms` lasts a chunk, as the step of a prompt that is alone
 
 
 class RingOffer(Struct, frozen=True):
-    """What a worker's prompt takes with another one's help."""
+    """What a worker's prompt takes with the help of others."""
 
-    helper: int  # its row
+    helpers: tuple[int, ...]  # their rows, in the order of their places
     pages: int  # of a chunk
-    seconds: float
-    alone: float  # what it takes without
+    seconds: tuple[float, ...]  # with 1, 2, … workers; inf: the prompt has too few chunks for so many
 
 
 def find_rings(
@@ -52,21 +53,28 @@ def find_rings(
     offers: dict[int, RingOffer] = {}
     for row in rows:
         near = rows[(table.node[rows] == table.node[row]) & (rows != row) & (device[rows] <= cached[row])]
-        pages = ask.hand_off_pages - int(cached[row])
-        if near.size and (offer := _offer(table, int(row), int(near[0]), pages, ask.prefix.page_size, compute, step)):
-            offers[int(row)] = offer
+        near = near[compute[near].argsort(kind="stable")][: MAX_RING - 1]
+        pages, size = ask.hand_off_pages - int(cached[row]), ask.prefix.page_size
+        most = min(MAX_KEYS_PER_CALL, int(table.chunk[row]) // size)
+        if pages < 2 or not most:
+            continue
+        ways = [(float(compute[row]), 0)]
+        for workers, slowest in enumerate(compute[near], 2):
+            ways.append(
+                _with(workers, max(ways[0][0], float(slowest)), float(table.pair[row]), pages, size, most, step)
+            )
+        seconds = [ways[0][0], *(each * table.ring_ratio(w) + _BEGIN for w, (each, _) in enumerate(ways[1:], 2))]
+        helpers = min(range(len(ways)), key=lambda number: seconds[number] + number * _WORTH)
+        if helpers:
+            offers[int(row)] = RingOffer(tuple(map(int, near[:helpers])), ways[helpers][1], tuple(seconds))
     return offers
 
 
-def _offer(
-    table: WorkerTable, row: int, helper: int, pages: int, size: int, compute: Floats, step: float
-) -> RingOffer | None:
-    alone, most = float(compute[row]), min(MAX_KEYS_PER_CALL, int(table.chunk[row]) // size)
-    if pages < 2 or not most:
-        return None
-    chunk = ceil(pages / max(2 * ceil(alone / (2 * _ALONE * step)), 2))
-    chunk = min(max(chunk, min(_LEAST // size, ceil(pages / 2))), most)
-    count = ceil(pages / chunk)
-    last = alone / 2 + float(table.pair[row]) * (pages * size) ** 2 / (4 * count) + count % 2 * alone / (2 * count)
-    seconds = (last + _FIRST_LAYER * alone / count) * table.ring_ratio + _BEGIN
-    return RingOffer(helper, chunk, seconds, alone) if count > 1 and alone - seconds > _WORTH else None
+def _with(workers: int, alone: float, pair: float, pages: int, size: int, most: int, step: float) -> tuple[float, int]:
+    """Return the seconds with so many workers that each would take `alone`, and the pages of a chunk."""
+    rounds = max(ceil(alone / (workers * _ALONE * step)), ceil(pages / (workers * most)))
+    chunk = min(max(ceil(pages / (workers * rounds)), min(_LEAST // size, ceil(pages / 2))), most)
+    if (count := ceil(pages / chunk)) < workers:
+        return inf, 0
+    last = alone * ceil(count / workers) + pair * (pages * size) ** 2 * (workers - 1) / (2 * workers)
+    return (last + (workers - 1) * FIRST_LAYER * alone) * chunk / pages, chunk

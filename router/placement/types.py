@@ -55,9 +55,9 @@ class Placement:
     loads: tuple[TierPages, ...] = ()
     predicted: PredictedTtft = field(default=PredictedTtft(), compare=False)
     tpot: float = field(default=0.0, compare=False)  # predicted seconds per token after the first
-    helper: str | None = None  # a prefill worker that computes every second chunk
+    helpers: tuple[str, ...] = ()  # prefill workers that compute chunks in turn with it, by their places
     chunk_pages: int = 0  # of such a chunk
-    alone: float = field(default=0.0, compare=False)  # predicted seconds of computing without the helper
+    ring_seconds: tuple[float, ...] = field(default=(), compare=False)  # predicted, of computing with 1, 2, … workers
 
     @property
     def prefilled_remotely(self) -> bool:

@@ -77,7 +77,8 @@ class WorkerTable:
         self.prefill_rows_on: Sequence[Indices] = ()  # prefill workers
         self.last_used: Floats = np.zeros(0)  # the turn in which each worker was last chosen
         self.use_count = 0  # the last one
-        self.ring_ratio = 1.0  # of what prompts have taken with another worker's help to what was predicted
+        self._ring_ratios: dict[int, float] = {}
+        """Of what prompts have taken on so many workers to what was predicted."""
         self._name_columns()
 
     def _name_columns(self) -> None:
@@ -138,11 +139,19 @@ class WorkerTable:
                 self.assumed_bandwidth = self._assume_bandwidth()
         changed.clear()
 
-    def ring_took(self, seconds: float, predicted: float) -> None:
-        """Learn from a prompt that was computed with another worker's help: two workers may share cores. What was
-        learned is forgotten when a worker comes or goes."""
-        ratio = self.ring_ratio * min(max(seconds / max(predicted, 1e-6), 0.5), 2.0)
-        self.ring_ratio += _LEARNED * (ratio - self.ring_ratio)
+    def ring_ratio(self, workers: int) -> float:
+        """How many times what is predicted a prompt takes on so many workers, which may share cores. More workers are
+        no slower in all, and no more use each, than the numbers of them that were seen."""
+        known = self._ring_ratios
+        seen = (ratio * min(1.0, workers / others) for others, ratio in known.items())
+        return known.get(workers) or max(seen, default=1.0)
+
+    def ring_took(self, workers: int, seconds: float, predicted: float) -> None:
+        """Learn from a prompt that several workers have computed. What was learned is forgotten when a worker comes or
+        goes."""
+        before = self.ring_ratio(workers)
+        ratio = before * min(max(seconds / max(predicted, 1e-6), 0.5), 2.0)
+        self._ring_ratios[workers] = before + _LEARNED * (ratio - before)
 
     def mark_used(self, rows: Iterable[int]) -> None:
         self.use_count += 1
@@ -173,7 +182,7 @@ class WorkerTable:
         return row is None or self.workers[row] is not member
 
     def _rebuild(self, now: float, output: float) -> None:
-        self.ring_ratio = 1.0
+        self._ring_ratios.clear()
         used = {worker.incarnation: self.last_used[row] for row, worker in enumerate(self.workers)}
         decoders = self._members.with_role("decode")
         stores = [store for store in self._members.with_role("store") if not store.unresponsive]

@@ -120,7 +120,7 @@ class RequestManager:
     def find_helped(self, member: MemberRecord, name: str, attempt: int) -> tuple[Request, Attempt] | None:
         """The same, if this member computes a part of its prompt."""
         current = self.find_attempt(name, attempt)
-        return current if current and current[1].helper == member.incarnation else None
+        return current if current and member.incarnation in current[1].helpers else None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -371,7 +371,7 @@ class RequestManager:
             request.not_cached = self._not_cached(request, ask, now)
         self._admission.placed(request, min(request.prompt, plan.cached_pages * ask.prefix.page_size), now)
         name = AttemptName(request.name, request.history.attempts)
-        request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill, helper=plan.helper)
+        request.attempt = Attempt(name, plan, request.known, now, plan.decode, plan.prefill, helpers=plan.helpers)
         _start_over(request, now)
         self._counts.attempts += 1
         self._counts.split += plan.prefill is not None
@@ -384,9 +384,9 @@ class RequestManager:
         if plan.prefill is not None:
             prompt = PendingPrefill(ask.tokens - 1 - known, known, fills_gap=request.lowest)
             self._members.require_live(plan.prefill).assign_prefill(name, prompt, now)
-            if plan.helper is not None:
-                part = PendingPrefill(prompt.new // 2, known)
-                self._members.require_live(plan.helper).assign_prefill(name, part, now)
+            for helper in plan.helpers:
+                part = PendingPrefill(prompt.new // (1 + len(plan.helpers)), known)
+                self._members.require_live(helper).assign_prefill(name, part, now)
         else:
             prompt = PendingPrefill(request.known - known, known, fills_gap=request.lowest)
             decoder.assign_prefill(name, prompt, now)
@@ -395,11 +395,11 @@ class RequestManager:
         prefill = self._members.require_live(plan.prefill).peer.name if plan.prefill else ""
         cached = min(request.known, plan.cached_pages * self._config.pages.page_size)
         self._explanations.placed(request, decoder.peer.name, prefill, cached, considered)
-        if plan.helper is not None:
-            helper = self._members.require_live(plan.helper).peer.name
-            seconds = f"{plan.predicted.compute:.2f} s predicted, {plan.alone:.2f} s without it"
-            note = f"{helper} computes every second chunk of {plan.chunk_pages} pages beside {prefill}: {seconds}"
-            self._explanations.noted(request, note)
+        if plan.helpers:
+            names = ", ".join(self._members.require_live(helper).peer.name for helper in plan.helpers)
+            ways = [f"{w}: {each:.2f} s" for w, each in enumerate(plan.ring_seconds, 1) if each < inf]
+            note = f"{prefill} and {names} compute chunks of {plan.chunk_pages} pages in turn. Predicted by workers"
+            self._explanations.noted(request, f"{note}: {', '.join(ways)}")
         if (card := self._members.card) is not None and card.namespace.numerics == MIXED:
             self._explanations.noted(request, _MIXED)
         if request.account.decode_workers[-1:] != [decoder.peer.name]:
@@ -466,9 +466,9 @@ class RequestManager:
                 continue
             request, attempt = current
             needed = member.incarnation != attempt.prefill or attempt.needs_prefill
-            if member.incarnation == attempt.helper:
-                attempt.helper = None
-                continue  # the prefill worker goes on alone
+            if member.incarnation in attempt.helpers:
+                self.release_helpers(request, attempt)
+                continue
             if member.incarnation == attempt.prefill:
                 attempt.prefill = None
             if needed:
@@ -512,15 +512,20 @@ class RequestManager:
             return
         self._try_again(request, why, now)
 
-    def release_helper(self, request: Request, attempt: Attempt) -> None:
-        """The helper forgets this attempt, and the prefill worker goes on alone."""
-        helper, attempt.helper = attempt.helper, None
-        if helper is not None and (member := self._members.get(helper)) and member.unassign(attempt.name):
+    def release_helper(self, request: Request, attempt: Attempt, helper: str) -> None:
+        """A helper has done its part, and forgets this attempt."""
+        attempt.helpers = tuple(other for other in attempt.helpers if other != helper)
+        if (member := self._members.get(helper)) and member.unassign(attempt.name):
             self._out.send(helper, Cancel(request.name, attempt.name.attempt))
+
+    def release_helpers(self, request: Request, attempt: Attempt) -> None:
+        """All helpers forget this attempt, since each waits for the one before it. The prefill worker goes on alone."""
+        for helper in attempt.helpers:
+            self.release_helper(request, attempt, helper)
 
     def release_prefill(self, request: Request, attempt: Attempt) -> None:
         """The prefill worker forgets this attempt, done or not."""
-        self.release_helper(request, attempt)
+        self.release_helpers(request, attempt)
         prefill, attempt.prefill = attempt.prefill, None
         if prefill is None or (member := self._members.get(prefill)) is None:
             return
@@ -654,10 +659,10 @@ class RequestManager:
             expected[attempt.decode].add(attempt.name)
             for store in attempt.stores:
                 assert self._members.get(store) is not None, f"{attempt.name} waits for pages of a store that is gone"
-            if attempt.helper is not None:
-                slots[attempt.helper].add(attempt.name)
+            for helper in attempt.helpers:
+                slots[helper].add(attempt.name)
                 if attempt.prefill_sent:
-                    expected[attempt.helper].add(attempt.name)
+                    expected[helper].add(attempt.name)
             if attempt.prefill is not None:
                 if attempt.prefill_sent:
                     expected[attempt.prefill].add(attempt.name)

@@ -47,8 +47,8 @@ class Moves:
             if (current := self._manager.find_attempt(name.request, name.attempt)) is None:
                 continue
             request, attempt = current
-            if attempt.helper == member.incarnation:
-                self._manager.release_helper(request, attempt)
+            if member.incarnation in attempt.helpers:
+                self._manager.release_helpers(request, attempt)
             elif attempt.decode == member.incarnation or attempt.needs_prefill:
                 self._manager.retry(request, f"{member.peer.name} drains", now, free=True)
 
@@ -127,7 +127,7 @@ class Moves:
     ) -> str | None:
         """Say what a move of the rest of a prompt is worth; none: too little. Equally urgent prompts share a worker's
         time, so each of them delays this one by no more than this one's own rest."""
-        if not attempt.prefill_sent or not attempt.needs_prefill or attempt.helper is not None:
+        if not attempt.prefill_sent or not attempt.needs_prefill or attempt.helpers:
             return None
         rest, here = member.pending_prefills[attempt.name].seconds, 0.0
         page = member.positions.get(attempt.name, 0) // self._config.pages.page_size  # the one that is made next

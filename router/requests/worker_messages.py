@@ -275,15 +275,19 @@ class WorkerMessageHandler:
         account.pages_shipped += stored
         account.prefill_queue_ms = min(event.queue_ms, _MOST_MS)
         account.prefill_compute_ms = min(event.compute_ms, _MOST_MS)
-        if 0 < computed <= 3 * attempt.helped:  # to the end: of three chunks it computes one
-            self._manager.view.table.ring_took(event.compute_ms / 1_000, attempt.placement.predicted.compute)
+        if (plan := attempt.placement).helpers:
+            chunks = -(-(plan.fetch_pages - plan.cached_pages) // plan.chunk_pages)
+            workers = 1 + len(plan.helpers)
+            own = -(-chunks // workers) * plan.chunk_pages * self._config.pages.page_size
+            if 0 < computed - attempt.helped <= own:  # together, to the end
+                self._manager.view.table.ring_took(workers, event.compute_ms / 1_000, plan.predicted.compute)
         self._loaded(request, event)
         self.prefill_ended(request, attempt, now)
 
     def prefill_ended(self, request: Request, attempt: Attempt, now: float) -> None:
         """The prefill worker has made every page, whether or not we heard its account."""
         attempt.prefilled, attempt.progressed_at = True, now
-        self._manager.release_helper(request, attempt)
+        self._manager.release_helpers(request, attempt)
         request.timeline.prefilled = now
         if attempt.prefill is not None:  # it still holds the pages, but has a slot for another prompt
             member = self._members.require_live(attempt.prefill)
@@ -301,7 +305,7 @@ class WorkerMessageHandler:
         if not attempt.needs_prefill:
             self._manager.release_prefill(request, attempt)
             return
-        self._manager.release_helper(request, attempt)
+        self._manager.release_helpers(request, attempt)
         member = self._members.require_live(attempt.prefill)
         if refusal.reason == "busy":
             member.mark_busy(attempt.name)
@@ -324,9 +328,9 @@ class WorkerMessageHandler:
 
     def _send_prefill(self, request: Request, attempt: Attempt, prefill: str, now: float) -> None:
         count = min(attempt.start - 1, request.exact(self._config.pages.page_size))
-        plan, ring = attempt.placement, None
-        if attempt.helper is not None:
-            ring = RingPart(plan.cached_pages, plan.chunk_pages, place=0, workers=2)
+        plan, ring, workers = attempt.placement, None, 1 + len(attempt.helpers)
+        if attempt.helpers:
+            ring = RingPart(plan.cached_pages, plan.chunk_pages, place=0, workers=workers)
         message = Prefill(
             request=request.name,
             attempt=attempt.name.attempt,
@@ -338,11 +342,11 @@ class WorkerMessageHandler:
             adapter=request.adapter_digest,
             ring=ring,
         )
-        if attempt.helper is not None:
-            part = replace(message, ring=RingPart(plan.cached_pages, plan.chunk_pages, place=1, workers=2))
-            pages = (plan.fetch_pages - plan.cached_pages) // 2
-            work = AssignedAttempt(self._out.send(attempt.helper, part), pages)
-            self._members.require_live(attempt.helper).assign(attempt.name, work)
+        for place, helper in enumerate(attempt.helpers, 1):
+            part = replace(message, ring=RingPart(plan.cached_pages, plan.chunk_pages, place, workers))
+            pages = (plan.fetch_pages - plan.cached_pages) // workers
+            work = AssignedAttempt(self._out.send(helper, part), pages)
+            self._members.require_live(helper).assign(attempt.name, work)
         member = self._members.require_live(prefill)
         work = AssignedAttempt(
             self._out.send(prefill, message), attempt.placement.fetch_pages - attempt.placement.cached_pages

@@ -1,4 +1,4 @@
-"""A lone prompt on two prefill workers at a time, layer behind layer: the same tokens, and a death costs its chunks."""
+"""A lone prompt on several prefill workers, layer behind layer: the same tokens, and a death costs its chunks."""
 
 import random
 from collections.abc import Callable
@@ -28,23 +28,33 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.technique("Long prompts over several prefill workers")
-@pytest.mark.parametrize("victim", ["", "prefill-0", "prefill-1"])
-def test_two_workers_compute_a_prompt(start: Callable[..., LocalCluster], path: Path, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "victim"),
+    [(2, None), (2, 0), (2, 1), (3, None), (3, 1), (3, 2)],
+    ids=lambda each: "" if each is None else str(each),
+)
+def test_several_workers_compute_a_prompt(
+    start: Callable[..., LocalCluster], path: Path, workers: int, victim: int | None
+) -> None:
+    """`victim`: the place of the worker that is killed. With three workers that of place 1 is before the last one, and
+    that of place 2 before another one that helps."""
     cluster = start(
-        2, 1, **{"prefill.max_num_batched_tokens": 2 * workload.PAGE, "prefill.step_ms": 5, "model.native": True}
+        workers, 1, **{"prefill.max_num_batched_tokens": 2 * workload.PAGE, "prefill.step_ms": 5, "model.native": True}
     )
     streams = Streams(cluster)
     future = streams.start(PROMPT, OUTPUT)
     eventually(lambda: (store := process(cluster, "store-0")) and store.pages_known >= 8, what="sealed pages")
-    if victim:
-        cluster.kill(victim)
-    future.result(DEADLINE)
     with Client(cluster.address, cluster.operator) as client:
         (request,) = client.requests(timeout=DEADLINE)
+        (attempt,) = client.explain(request.request_id, timeout=DEADLINE).attempts
+        (note,) = (each for each in attempt.notes if " compute chunks of 2 pages in turn" in each)
+        places = note.partition(" compute")[0].replace(" and ", ", ").split(", ")
+        assert (len(places), places[0]) == (workers, attempt.prefill_worker)
+        if victim is not None:
+            cluster.kill(places[victim])
+        future.result(DEADLINE)
         attempts = client.explain(request.request_id, timeout=DEADLINE).attempts
-    note = f"computes every second chunk of 2 pages beside {attempts[0].prefill_worker}"
-    assert any(note in each for each in attempts[0].notes), attempts[0].notes
-    if victim == attempts[0].prefill_worker:
+    if victim == 0:
         assert (attempts[1].predicted.cached_tokens or 0) > 0, "the pages that were sealed are not computed again"
     else:
         assert len(attempts) == 1, "the prefill worker goes on alone"
