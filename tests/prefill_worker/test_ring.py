@@ -5,7 +5,9 @@ Whatever happens to the others, the worker at place 0 makes the whole prompt.
 """
 
 import random
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,8 +17,11 @@ from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.messages import Cancel, Prefill, Prefilled, RingPart
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
-from engine.step.ring import LeaveRing
+from engine.step.ring import LeaveRing, RingChunk
 from kvstore.keys import pack_tokens, page_keys, split_keys
+from kvstore.server.leases import Lease, SharedSlots
+from kvstore.server.state import StoreState
+from prefill_worker.scheduler import PrefillCommand, PrefillScheduler
 from simulator.device import digests
 from tests.support.thorough import examples
 from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker
@@ -98,11 +103,13 @@ class World:
         return [m for m in self.workers[place].messages if isinstance(m, Prefilled) and m.request == request]
 
     def turns(self, rng: random.Random, *, late: bool) -> None:
-        """Let the workers go on in any order, until worker 0 is done. `late`: sometimes one has no patience."""
-        for _ in range(2_000):
+        """Let the workers go on in any order, until worker 0 is done. `late`: sometimes one has no patience. In the end
+        none has: one that was cancelled before it heard of its slots can't mark that it has left."""
+        for turn in range(2_000):
             live = [worker for worker in self.workers if worker.connection]
             worker = rng.choice(live)
-            impatient = (late or live != self.workers) and rng.random() < 0.1  # of the dead nothing comes
+            lost = live != self.workers or turn > 1_000  # of the dead nothing comes
+            impatient = (late or lost) and rng.random() < 0.1
             worker.patient = not impatient and not all(each.waits for each in live)
             worker.turn()
             if rng.random() < 0.2:
@@ -198,8 +205,11 @@ def test_a_part_that_can_not_be_done_is_given_back(part: RingPart) -> None:
 def test_the_prompt_is_made_whatever_happens_to_the_others(
     seed: int, workers: int, tokens: int, first: int, pages: int, late: bool, slots: int
 ) -> None:
-    rng = random.Random(seed)
-    world = World(workers, tokens, first, pages, slots)
+    make_whatever_happens(random.Random(seed), World(workers, tokens, first, pages, slots), late=late)
+
+
+def make_whatever_happens(rng: random.Random, world: World, *, late: bool) -> None:
+    workers = len(world.workers)
     world.cache()
     order = rng.sample(range(workers), workers)
     for place in order:
@@ -224,3 +234,60 @@ def test_the_prompt_is_made_whatever_happens_to_the_others(
     world.turns(rng, late=late)
     world.workers = [worker for worker in world.workers if worker.connection]
     world.check()
+
+
+# --- mistakes, planted -----------------------------------------------------------------------------------------------
+
+
+def a_chunk_counts_though_the_one_before_did_not_come(patch: pytest.MonkeyPatch) -> None:
+    handle = PrefillScheduler._handle
+
+    def hasty(self: PrefillScheduler, event: Any, router: str, now: float) -> list[PrefillCommand]:
+        done = StepDone(event.plan, [None] * len(event.plan)) if isinstance(event, StepFailed) else event
+        return handle(self, done, router, now)
+
+    patch.setattr(PrefillScheduler, "_handle", hasty)
+
+
+def only_the_chunk_before_is_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RingChunk, "takes", property(lambda self: self._slots_of(self.number - 1) if self.number else ()))
+
+
+def two_workers_write_to_one_region(patch: pytest.MonkeyPatch) -> None:
+    def slots_of(self: RingChunk, number: int) -> Iterator[tuple[int, int]]:
+        return zip(self.plan.pages(number), self.slots[1:], strict=False)
+
+    patch.setattr(RingChunk, "_slots_of", slots_of)
+
+
+def the_slots_go_with_the_first_that_leaves(patch: pytest.MonkeyPatch) -> None:
+    leave = StoreState._leave_shared
+
+    def hasty(self: StoreState, lease: Lease, shared: SharedSlots) -> None:
+        if shared.leases:
+            shared.leases[:] = [lease]
+            leave(self, lease, shared)
+
+    patch.setattr(StoreState, "_leave_shared", hasty)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        a_chunk_counts_though_the_one_before_did_not_come,
+        only_the_chunk_before_is_taken,
+        two_workers_write_to_one_region,
+        the_slots_go_with_the_first_that_leaves,
+    ],
+)
+def test_it_notices(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+
+    def run(seed: int) -> None:
+        rng = random.Random(seed)
+        tokens, first, pages = rng.randint(9 * PAGE, 30 * PAGE), rng.randint(0, 3), rng.randint(1, 4)
+        world = World(rng.randint(2, 4), tokens, first, pages)
+        make_whatever_happens(rng, world, late=rng.random() < 0.5)
+
+    with pytest.raises((AssertionError, ValueError)):
+        deque(map(run, range(200)), maxlen=0)
