@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections.abc import Hashable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +191,7 @@ def test_eagle_guesses_as_transformers_computes_its_layer(tmp_path: Path) -> Non
     llama = LlamaConfig(**{name: value for name, value in config.items() if name != "architectures"})
     llama._attn_implementation = "eager"
     layer, turns = LlamaDecoderLayer(llama, 0), LlamaRotaryEmbedding(llama)
-    layer.input_layernorm = torch.nn.Identity()
+    layer.register_module("input_layernorm", torch.nn.Identity())
     for each in layer.parameters():
         torch.nn.init.normal_(each, 0.0, 0.3)
     fc = torch.randn(24, 48) / 5
@@ -208,8 +209,8 @@ def test_eagle_guesses_as_transformers_computes_its_layer(tmp_path: Path) -> Non
         return layer(x, attention_mask=mask, position_ids=at, position_embeddings=turns(x, at))[0, -1:]
 
     rng = random.Random(6)
-    past: dict[str, tuple[list[torch.Tensor], list[int]]] = {"a": ([], []), "b": ([], [])}
-    prompts = {"a": 5, "b": 130}
+    past: dict[Hashable, tuple[list[torch.Tensor], list[int]]] = {"a": ([], []), "b": ([], [])}
+    prompts: dict[Hashable, int] = {"a": 5, "b": 130}
     for step in range(60):
         states, drawn = torch.randn(8, 24), list[DrawnRows]()
         for name, (known, tokens) in past.items():

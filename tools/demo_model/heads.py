@@ -160,7 +160,7 @@ class EagleLayer(nn.Module):
         self.shape = shape
         self.fc = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
         layer = Layer(shape)
-        layer.input_layernorm = nn.Identity()
+        layer.register_module("input_layernorm", nn.Identity())
         self.layers = nn.ModuleList([layer])
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
