@@ -38,24 +38,30 @@ class HeadsDrafter:
         few, many = (min(run([row] * rows, count)[1] for _ in range(_TRIES)) / count for rows in (1, _MANY))
         self._row = max(0.0, (many - few) / (_MANY - 1))  # seconds of a head for each sequence, and besides
         self._fixed = max(0.0, few - self._row)
-        self._rows: dict[AttemptName, int] = {}  # of the last step: where the state is of the last token that counts
+        self._last: tuple[ScheduledBatch, Items[Items[Sampled]]] = ({}, ())
+        self._rows: dict[AttemptName, DrawnRows] | None = None
         self._lately = 1.0  # times what the cost says
         self._seen = 0  # runs: the first ones count for more, since a loop of runs alone is quicker than one in steps
 
     def drew(self, plan: ScheduledBatch, drawn: Items[Items[Sampled]]) -> None:
-        self._rows.clear()
-        row, rows = 0, list[DrawnRows]()
-        for (name, chunk), each in zip(plan.items(), drawn, strict=True):
-            if each:
-                self._rows[name] = row + len(each) - 1
-                if self._keep is not None:
-                    rows.append(DrawnRows(name, row, [one.token for one in each], chunk.known))
-            row += 0 if chunk.sample is None else 1 + len(chunk.verify)
+        self._last, self._rows = (plan, drawn), None  # most steps are not guessed for where guesses don't pay
         if self._keep is not None:
-            self._keep(rows)
+            self._keep([*self._drawn_rows.values()])
 
     def most(self, sequence: Sequence) -> int:
-        return self._count if sequence.name in self._rows else 0
+        return self._count if sequence.name in self._drawn_rows else 0
+
+    @property
+    def _drawn_rows(self) -> dict[AttemptName, DrawnRows]:
+        """The rows of the last step that count, by sequence."""
+        if self._rows is None:
+            row, self._rows = 0, {}
+            plan, drawn = self._last
+            for (name, chunk), each in zip(plan.items(), drawn, strict=True):
+                if each:
+                    self._rows[name] = DrawnRows(name, row, [one.token for one in each], chunk.known)
+                row += 0 if chunk.sample is None else 1 + len(chunk.verify)
+        return self._rows
 
     def seconds(self, steps: int, sequences: int, context: int) -> float:
         return steps * self._lately * (self._fixed + self._row * sequences)
@@ -64,13 +70,12 @@ class HeadsDrafter:
         return 0.0
 
     def guess(self, drafts: Items[Draft], within: float | None) -> float:
-        rows = [
-            HiddenRow(
-                draft.sequence.name, self._rows[draft.sequence.name], draft.sequence.tokens[-1],
-                len(draft.sequence.tokens), replace(draft.draw, mask=None, logprobs=None),
-            )
-            for draft in drafts
-        ]  # fmt: skip
+        rows = list[HiddenRow]()
+        for draft in drafts:
+            last = self._drawn_rows[draft.sequence.name]
+            at, tokens = last.row + len(last.tokens) - 1, draft.sequence.tokens
+            draw = replace(draft.draw, mask=None, logprobs=None)
+            rows.append(HiddenRow(last.name, at, tokens[-1], len(tokens), draw))
         steps = max(draft.count for draft in drafts)
         guesses, seconds = self._run(rows, steps)
         for draft, guess in zip(drafts, guesses, strict=True):
