@@ -55,9 +55,10 @@ _SINGLE = ("items", "additionalItems", "additionalProperties", "not", "if", "the
 _NEVER_ENFORCED = ("not", "if", "then", "else", "contains", "dependentSchemas")
 _WELL_FORMED: dict[str, type | tuple[type, ...]] = {
     "$defs": dict, "definitions": dict, "properties": dict, "items": (dict, list, bool), "prefixItems": list,
-    "additionalProperties": (dict, bool), "required": list, "anyOf": list, "$id": str, "$ref": str, "type": (str, list),
+    "additionalProperties": (dict, bool), "required": list, "anyOf": list, "$id": str, "$ref": str,
 }  # fmt: skip
 """Keywords that stay, unless their values are of other types."""
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _WHOLE = "http://whole.invalid/"
 _SECONDS = 1.0  # of a search
 _UNMET = "Unsatisfiable schema"
@@ -415,6 +416,10 @@ class _Search:
 
 
 def _may_go(keyword: str, value: Any) -> bool:
+    if keyword == "type":
+        return not all(
+            isinstance(one, str) and one in _TYPES for one in (value if isinstance(value, list) else [value])
+        )
     return keyword not in _WELL_FORMED or not isinstance(value, _WELL_FORMED[keyword])
 
 

@@ -463,6 +463,7 @@ NO_GRAMMAR: dict[str, Any] = {  # what no grammar enforces: the parameters of a 
     "format": ({"properties": {"a": {"format": "uri-reference"}}}, {"properties": {"a": {}}}),
     "pattern": ({"properties": {"a": {"pattern": "(?=x)y", "minLength": 1}}}, {"properties": {"a": {"minLength": 1}}}),
     "$schema": ({"$schema": "https://example.com/own"}, {}),
+    "type": ({"properties": {"a": {"type": "any"}}}, {"properties": {"a": {}}}),
     "anyOf/0/not": (
         {"properties": {"a": {"anyOf": [{"not": {}}, {"type": "string"}]}}},
         {"properties": {"a": {"anyOf": [False, {"type": "string"}]}}},
@@ -548,8 +549,8 @@ async def test_what_a_grammar_must_enforce_is_refused_by_its_path(
             body = {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": schema}}}
             await refused("messages", body, "#/", f"{keyword}: ")
         await refused("messages", tools_of("messages", unmet), "'odd'", "#/properties/a: Unsatisfiable")
-        wrong = {"properties": {"a": {"type": "file", "uniqueItems": True}}}
-        await refused("responses", tools_of("responses", wrong), "'odd'", "#/properties/a/type: Invalid type: file")
+        wrong = {"properties": {"a": {"uniqueItems": True}}, "required": [5]}
+        await refused("responses", tools_of("responses", wrong), "'odd'", "#/required: Expected string")
     async with front(tmp_path, monkeypatch, repairs=["tool"]) as it:
         await it.send("messages", tools_of("messages", FINE))
         status, answer, _ = await it.send("messages", tools_of("messages", {"not": {"type": "string"}}))
