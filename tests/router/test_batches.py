@@ -180,6 +180,19 @@ async def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path: Path) -
         assert len(list(folder.iterdir())) == 2
 
 
+async def test_a_folder_that_can_not_be_used_is_told_without_a_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with router(tmp_path) as running, client(running) as door:
+        (tmp_path / "batches").write_text("")
+        for call in (door.files.create(file=("in.jsonl", b"{}"), purpose="batch"), started(door, [])):
+            with pytest.raises(openai.InternalServerError, match="can't be kept here: Not a directory") as refused:
+                await call
+            assert refused.value.status_code == 503
+        assert any("files and batches of clients can't be kept" in record.message for record in caplog.records)
+        assert not any(record.exc_info for record in caplog.records)
+
+
 async def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     async with router(tmp_path, workers=0) as running, client(running) as door, aiohttp.ClientSession() as http:
         url = f"http://{running.addresses.api}/v1"

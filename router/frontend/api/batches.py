@@ -32,8 +32,10 @@ from baton.errors import (
     InvalidRequest,
     PayloadTooLarge,
     PermissionDenied,
+    Unavailable,
     shown,
 )
+from baton.logs import RateLimitedLog
 from router.frontend.api.batch_store import (
     Batch,
     BatchError,
@@ -51,6 +53,7 @@ from router.frontend.identity import Gatekeeper, caller
 from router.tracing.origin import Origin, origin
 
 log = logging.getLogger(__name__)
+_client_log = RateLimitedLog(log)  # a client can cause these lines
 
 T = TypeVar("T", File, Batch)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -280,7 +283,13 @@ class BatchRoutes:
 
 
 async def _by_method(endpoints: Mapping[str, Endpoint], request: Request) -> Response:
-    return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+    try:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+    except OSError as error:  # such as a full disk
+        _client_log.warning("files and batches of clients can't be kept: %s", error)
+        raise Unavailable(
+            f"files and batches can't be kept here: {error.strerror}; the router's log says more"
+        ) from None
 
 
 async def _opened(tenant: TenantBatches, stored: StoredBatch) -> batch.Results:

@@ -137,8 +137,8 @@ def _text_of(part: Any) -> str | None:
 
 def _titled(part: Json, texts: Sequence[str]) -> str:
     """Return the texts of a document behind what its client says of it."""
-    said: list[Any] = [part.get("title"), part.get("source"), part.get("context")]
-    return "\n".join([*(one for one in said if isinstance(one, str) and one), *texts])
+    heads: list[Any] = [part.get("title"), part.get("source"), part.get("context")]
+    return "\n".join([*(head for head in heads if isinstance(head, str) and head), *texts])
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
