@@ -45,22 +45,11 @@ from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePag
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp
 from kvstore.events.changes import page_runs
 from kvstore.events.publisher import KvEventPublisher
+from worker import turn
 from worker.adapters import WorkerAdapters
 from worker.alarm import Alarm
 from worker.calibration import calibrate
 from worker.gpu_metrics import GpuMetrics
-from worker.turn import (
-    AwaitStore,
-    CollectStep,
-    CopyEnded,
-    CopyPages,
-    Publish,
-    Receive,
-    RunStep,
-    StepOutcome,
-    StepUnderWay,
-    turn,
-)
 
 log = logging.getLogger(__name__)
 of_peers = RateLimitedLog(log, RateLimit(burst=10))  # lines that a router or store can trigger
@@ -182,7 +171,7 @@ class WorkerLoop:
         self._scheduler: WorkerScheduler
         self._step_started: float | None = None  # that of the oldest
         self._step_timeout = config.cluster.step_timeout_ms / 1_000
-        self.under_way: deque[StepUnderWay] = deque()  # the turns' own
+        self.under_way: deque[turn.StepUnderWay] = deque()  # the turns' own
         self._running: deque[tuple[ScheduledBatch, StepHandle]] = deque()  # steps beside the loop, oldest first
         self._moving: list[tuple[int, CopyHandle]] = []  # copies beside the loop, with their epochs
         self._stepped = False  # in this turn
@@ -257,22 +246,22 @@ class WorkerLoop:
         self._running.clear()
 
     def _turn(self, samples: Callable[[], Mapping[str, Sample]]) -> None:
-        effects = turn(self, self._role)
+        effects = turn.turn(self, self._role)
         result: Any = None
         try:
             while True:
                 match effects.send(result):
-                    case Receive(step_runs=step_runs):
+                    case turn.Receive(step_runs=step_runs):
                         result = self._events_received(step_runs)
-                    case AwaitStore(until=until):
+                    case turn.AwaitStore(until=until):
                         result = self._replies(until)
-                    case CopyPages(copies=copies, epoch=epoch):
+                    case turn.CopyPages(copies=copies, epoch=epoch):
                         result = self._copy(copies, epoch)
-                    case RunStep(plan=plan):
+                    case turn.RunStep(plan=plan):
                         result = self._step(plan)
-                    case CollectStep():
+                    case turn.CollectStep():
                         result = self._collect()
-                    case Publish():
+                    case turn.Publish():
                         result = self._publish(samples)
         except StopIteration:
             return
@@ -393,11 +382,11 @@ class WorkerLoop:
         yield from self._copies_ended()
         yield from self._from_store(self.clock.now())
 
-    def _copies_ended(self) -> Iterator[CopyEnded]:
+    def _copies_ended(self) -> Iterator[turn.CopyEnded]:
         for each in [each for each in self._moving if each[1].done()]:
             self._moving.remove(each)
             epoch, moving = each
-            yield CopyEnded(epoch, self._count(moving.wait()))
+            yield turn.CopyEnded(epoch, self._count(moving.wait()))
 
     def _from_store(self, now: float) -> Iterator[Any]:
         if not self._store.connected:
@@ -467,7 +456,7 @@ class WorkerLoop:
             self.corrupt += len(event.corrupt)
         return event
 
-    def _step(self, plan: ScheduledBatch) -> StepOutcome | None:
+    def _step(self, plan: ScheduledBatch) -> turn.StepOutcome | None:
         """Launch one step. While one runs, the heartbeat's thread tells how old the oldest is."""
         self.tracer.count()
         self._stepped = True
@@ -493,7 +482,7 @@ class WorkerLoop:
         self.ahead += ahead
         return None if ahead else self._collect()
 
-    def _collect(self) -> StepOutcome | None:
+    def _collect(self) -> turn.StepOutcome | None:
         """Take the results of the oldest step that runs, if it has ended."""
         plan, running = self._running[0]
         if not running.done():

@@ -12,11 +12,11 @@ import json
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers import models
 
@@ -391,8 +391,7 @@ class _Stop:
         return whole
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """What some tokens came to: `count` of them are output, fewer than were fed only when a stop string ended it."""
 
     text: str
@@ -421,6 +420,7 @@ class TextStream:
         self._marks = deque[int]()  # where these tokens begin in the whole text, as far as it has not been given out
         self._fed = self._shown_length = 0  # characters
         self._matcher = StopMatcher(stops)
+        self._is_plain = not stops and not self._marked
         self._silent = frozenset[int]() if options.special_tokens else silent
         self._unstoppable = options.min_tokens
         self._include_stop = options.include_stop
@@ -442,6 +442,9 @@ class TextStream:
                 self._fed += len(text)
                 if token in self._marked:
                     self._marks.append(self._fed - self._marked[token])
+            if self._is_plain:
+                parts.append(text)
+                continue
             safe, stopped = self._match(text, ends=self._unstoppable <= 0)
             self._unstoppable -= 1
             parts.append(self._with_marks(safe))

@@ -14,12 +14,12 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from google.protobuf.message import Message
+from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.clock import Clock
@@ -63,8 +63,7 @@ _MAX_ID = 80
 _MAX_SALT, _NOT_IN_SALT = 128, frozenset("@/\\\0")
 
 
-@dataclass(frozen=True)
-class Generation:
+class Generation(Struct, frozen=True):
     """One output under way. Call `close` when its client needs no more of it."""
 
     request: GenerationRequest

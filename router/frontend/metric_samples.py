@@ -20,20 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.errors import (
-    AttemptsExhausted,
-    BatonError,
-    ContextTooLong,
-    DeadlineExpired,
-    InvalidGrammar,
-    InvalidRequest,
-    NonFiniteLogits,
-    ObjectiveUnreachable,
-    Overloaded,
-    RateLimited,
-    RequestCancelled,
-    Unavailable,
-)
+from baton import errors
 from baton.messages import FinishReason
 from baton.samples import Labels, Sample
 from router.events import Cancelled, Finished, RequestEnded
@@ -44,9 +31,10 @@ from router.queueing.admission import REJECTIONS
 from router.views import ProcessView, RouterStats
 
 _ERRORS = (
-    *(InvalidRequest, ContextTooLong, InvalidGrammar, Overloaded, ObjectiveUnreachable, RateLimited, DeadlineExpired),
-    *(RequestCancelled, Unavailable, AttemptsExhausted, NonFiniteLogits, BatonError),
-)  # those that end requests
+    errors.InvalidRequest, errors.ContextTooLong, errors.InvalidGrammar, errors.Overloaded, errors.ObjectiveUnreachable,
+    errors.RateLimited, errors.DeadlineExpired, errors.RequestCancelled, errors.Unavailable, errors.AttemptsExhausted,
+    errors.NonFiniteLogits, errors.BatonError,
+)  # fmt: skip  # those that end requests
 _FINISHED: Mapping[Labels, float] = {(reason,): 0.0 for reason in get_args(FinishReason)}
 _FAILED: Mapping[Labels, float] = {(error.reason,): 0.0 for error in _ERRORS}
 _REJECTED: Mapping[Labels, float] = {(reason,): 0.0 for reason in REJECTIONS}
@@ -98,7 +86,7 @@ def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.queued,
         "request_success": {**_FINISHED, **_by(stats.finished)},
-        "request_errors": {**_FAILED, **_by(stats.failed), (RequestCancelled.reason,): _cancelled(stats)},
+        "request_errors": {**_FAILED, **_by(stats.failed), (errors.RequestCancelled.reason,): _cancelled(stats)},
         "request_attempts": stats.attempts,
         "placements": {("split",): stats.placed_split, ("local",): stats.placed_local},
         "slo_requests": {
@@ -153,7 +141,7 @@ def _by(counts: Mapping[Name, float]) -> Mapping[Labels, float]:
 
 
 def _cancelled(stats: RouterStats) -> float:
-    return stats.cancelled + stats.failed.get(RequestCancelled.reason, 0)
+    return stats.cancelled + stats.failed.get(errors.RequestCancelled.reason, 0)
 
 
 @dataclass(frozen=True)

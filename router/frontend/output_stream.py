@@ -13,11 +13,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from math import inf
 from typing import Any, Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.errors import BatonError
@@ -35,14 +36,13 @@ _PIECE_BYTES = 32 * 2**10  # of memory, about; a piece takes nothing more then
 _TOKEN_BYTES, _LOGPROB_BYTES = 40, 120  # of memory: for each token, and for each token or alternative with a logprob
 
 
-@dataclass
-class Output:
+class Output(Struct):
     """New output, in order."""
 
     text: str = ""
-    tokens: list[int] = field(default_factory=list[int])
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    prompt_logprobs: list[PromptTokenLogprob] = field(default_factory=list[PromptTokenLogprob])  # before all tokens
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[PromptTokenLogprob] = []  # before all tokens
     size: int = 0  # bytes of memory, about,
     prompt_size: int = 0  # of which so many are those of `prompt_logprobs`
 
@@ -123,9 +123,9 @@ class OutputStream:
         piece = self._open_piece()
         piece.text += text
         piece.tokens += tokens
-        piece.logprobs += logprobs
         size = len(text) + _TOKEN_BYTES * len(tokens)
         if logprobs:
+            piece.logprobs += logprobs
             size += sum(_LOGPROB_BYTES * (1 + len(one.top)) for one in logprobs)
         piece.size += size
         self._unread += len(tokens)

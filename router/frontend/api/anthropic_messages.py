@@ -270,9 +270,9 @@ class MessageBuilder(ResponseBuilder):
         yield {"type": "message_start", "message": self._message([], None, len(choice.prompt), 0, 0)}
         yield {"type": "ping"}
 
-    def chunks(self, choice: Choice, piece: Output) -> Iterator[Json]:
+    def output(self, choice: Choice, piece: Output) -> Sequence[bytes]:
         choice.tokens += piece.tokens
-        yield from self._events(self._items.steps(choice.chat.feed(piece.text)))
+        return [*map(self.event, self._events(self._items.steps(choice.chat.feed(piece.text))))]
 
     def ending(self, choice: Choice) -> Iterator[Json]:
         yield from self._events(self._items.steps(choice.finish_chat()))

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
@@ -86,7 +87,7 @@ from router.frontend.served_model import tokenized
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=Struct)
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -97,8 +98,7 @@ _MAX_RULES = 2**20  # entries of logit_bias, allowed_token_ids and bad_words, ov
 _JSON = "application/json"
 
 
-@dataclass(frozen=True)
-class PlannedChat:
+class PlannedChat(Struct, frozen=True):
     """A checked chat of any API."""
 
     prompts: PromptBuilder  # of its model
@@ -228,7 +228,7 @@ class HttpApi:
         return builder.service, fields, most, prompts, echo
 
     async def _count_tokens(self, request: Request) -> Response:
-        repairs: Repairs = request.state.repairs
+        repairs: Repairs = request.scope["state"]["repairs"]
         work = partial(self._chat_of, chat_of_messages, repairs)
         _, chat = await self._bodies.read(request, CountTokensRequest, work)
         return json_response(MessageTokensCount(len((await chat.prompts.of_chat(chat.order, repairs)).tokens)))
@@ -254,7 +254,7 @@ class HttpApi:
         request: Request,
     ) -> Response:  # fmt: skip
         received = self._service.clock.now()
-        repairs: Repairs = request.state.repairs
+        repairs: Repairs = request.scope["state"]["repairs"]
         body, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
         plan, service = chat.plan, chat.prompts.service
         model = service.model
@@ -311,7 +311,7 @@ class HttpApi:
             echo=echo,
             reasoning_end=service.model.reasoning_end,
             prompt_logprobs=fields.prompt_logprobs is not None,
-            not_cached=request.state.headers.get(NOT_CACHED, "false").lower() in ("1", "true"),
+            not_cached=request.scope["state"]["headers"].get(NOT_CACHED, "false").lower() in ("1", "true"),
             prompt_only=_shows_prompt_alone(fields, echo),
         )
 
@@ -332,7 +332,7 @@ class HttpApi:
                 f"logit_bias, allowed_token_ids and bad_words have {rules} entries for each of {len(order.prompts)} "
                 f"prompts, more than {_MAX_RULES} in all; send fewer prompts"
             )
-        headers: Headers = request.state.headers
+        headers: Headers = request.scope["state"]["headers"]
         affinity = affinity_of(order.fields.session_id, headers)
         read = partial(request_fields, order, affinity=affinity, session=session_of(affinity, order.fields, headers))
         with contextlib.ExitStack() as undo:
@@ -340,7 +340,7 @@ class HttpApi:
                 # Tokens of an array are copied at once, 1 ms for a million.
                 size = TOKEN_BYTES * (rules + (0 if isinstance(prompt, array) else len(prompt)))
                 try:
-                    most = _fitting(service, order, len(prompt), request.state.repairs)
+                    most = _fitting(service, order, len(prompt), request.scope["state"]["repairs"])
                     fields = partial(read, prompt, most)
                     generations = await service.start(name, received, size, fields, further=bool(started))
                 except InvalidGrammar as error:
@@ -357,7 +357,7 @@ class HttpApi:
     # --- everything else ---------------------------------------------------------------------------------------------
 
     async def _tokenize(self, request: Request) -> Response:
-        repairs: Repairs = request.state.repairs
+        repairs: Repairs = request.scope["state"]["repairs"]
         builder, fields, prompt = await self._bodies.read(request, TokenizeRequest, partial(self._prompt_of, repairs))
         tokens = (await builder.of_chat(prompt, repairs)).tokens if isinstance(prompt, ChatOrder) else prompt
         strings, model = None, builder.service.model
@@ -456,7 +456,7 @@ class _Guarded:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request, failed = Request(scope, receive), self.failed
-        repairs = request.state.repairs = Repairs(self.repairs)
+        repairs = scope["state"]["repairs"] = Repairs(self.repairs)
         try:
             response = await self.endpoint(request)
         except BatonError as error:
@@ -515,10 +515,10 @@ def _last_text(fields: ChatCompletionRequest) -> str:
 
 def _name_of(request: Request, fields: GenerationFields | None = None) -> str:
     """What a request is called in logs and in its id. A name that can't be one is replaced."""
-    if (known := getattr(request.state, "name", None)) is not None:
-        return known
-    request.state.name = name = request_name(request.state.headers, (fields and fields.request_id) or "")
-    return name
+    state = request.scope["state"]
+    if "name" not in state:
+        state["name"] = request_name(state["headers"], (fields and fields.request_id) or "")
+    return state["name"]
 
 
 def _no_route(request: Request, error: HTTPException) -> Response:

@@ -235,7 +235,7 @@ class BodyReader:
                     body = await self._body(request, count)
             except TimeoutError:
                 raise BodyTimeout(f"the request's body did not come within {_BODY_SECONDS:g} s") from None
-            repairs: Repairs = request.state.repairs
+            repairs: Repairs = request.scope["state"]["repairs"]
             return await self._apart(len(body), lambda: work(self._decoded(body, kind, repairs)))
 
     def _decoded(self, body: bytes, kind: type[T], repairs: Repairs) -> T:
@@ -253,7 +253,7 @@ class BodyReader:
 
     async def _body(self, request: Request, count: Callable[[int], None]) -> bytes:
         parts: list[bytes] = []
-        headers: Headers = request.state.headers
+        headers: Headers = request.scope["state"]["headers"]
         if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
             raise UnsupportedEncoding(f"the body's Content-Encoding is {shown(encoding)!r}; send it uncompressed")
         length = headers.get("content-length", "")

@@ -99,6 +99,17 @@ class ChatChoice(Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
+class ChatPart(Struct):
+    """More of an output."""
+
+    index: Count
+    delta: Json
+    logprobs: ChatLogprobs | None = None
+    finish_reason: StopCause | None = None  # None: more may come
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
 class ChatCompletion(OpenAiResponse, kw_only=True, tag="chat.completion"):
     """The answer of POST /v1/chat/completions."""
 
@@ -116,27 +127,27 @@ class ChatBuilder(ResponseBuilder):
     def opening(self) -> Iterator[Json]:
         for choice in self.choices:
             delta = {"role": "assistant", "content": self.options.echo or ""}
-            chunk = self._chunk([_chunk_choice(choice.index, delta)])
+            chunk = self._chunk([ChatPart(choice.index, delta)])
             if self.options.token_ids:
                 chunk["prompt_token_ids"] = list(choice.prompt)
             yield chunk
 
-    def _delta(self, choice: Choice, piece: Output) -> Json | None:
+    def _delta(self, choice: Choice, piece: Output) -> ChatPart | None:
         chat = choice.chat
         delta = _chat_delta(chat.feed(piece.text), chat.output)
         scored, texts = choice.released(piece)
         if not delta and not scored and not self._shows_tokens(piece):
             return None
-        part = _chunk_choice(choice.index, delta or {"content": ""}, self._logprobs(scored, texts))
-        return part | {"token_ids": piece.tokens} if self.options.token_ids else part
+        token_ids = piece.tokens if self.options.token_ids else UNSET
+        logprobs = self._logprobs(scored, texts)
+        return ChatPart(choice.index, delta or {"content": ""}, logprobs, token_ids=token_ids)
 
     def ending(self, choice: Choice) -> Iterator[Json]:
         if delta := _chat_delta(choice.finish_chat(), choice.chat.output):
-            yield self._chunk([_chunk_choice(choice.index, delta)])
+            yield self._chunk([ChatPart(choice.index, delta)])
         choice.finish_tokens()
         rest = self._logprobs(choice.logprobs, choice.token_texts, choice.whole_tokens) if choice.logprobs else None
-        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        yield self._chunk([_chunk_choice(choice.index, {}, rest) | end])
+        yield self._chunk([ChatPart(choice.index, {}, rest, choice.finish_reason, choice.stop_reason)])
 
     def whole(self) -> ChatCompletion:
         first = self.choices[0]
@@ -179,10 +190,6 @@ def _call(call: ToolCall) -> ChatToolCall | ChatCustomCall:
     if call.takes_text:
         return ChatCustomCall(call.id, CustomCall(call.name, call.arguments))
     return ChatToolCall(call.id, FunctionCall(call.name, call.arguments))
-
-
-def _chunk_choice(index: int, delta: Json, logprobs: ChatLogprobs | None = None) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
 
 
 def _chat_delta(deltas: Sequence[ChatDelta], output: ChatOutput) -> Json:

@@ -31,18 +31,7 @@ from router.frontend.api.response_builder import (
 )
 from router.frontend.api.token_logprobs import Json
 from router.frontend.api.tools import checked_custom, checked_function, is_hosted, is_left_out, wrong
-from router.frontend.chat.deltas import (
-    Content,
-    Item,
-    ItemBegins,
-    ItemEnds,
-    ItemGrows,
-    ItemStep,
-    ItemStream,
-    Reasoning,
-    Text,
-    ToolCall,
-)
+from router.frontend.chat import deltas
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of, placeholder, source_of
 from router.frontend.output_stream import Output
 
@@ -241,8 +230,8 @@ def _thought(item: Json) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-_NO_TEXT = Text(Content)
-_EVENTS = {Content: "output_text", Reasoning: "reasoning_text"}
+_NO_TEXT = deltas.Text(deltas.Content)
+_EVENTS = {deltas.Content: "output_text", deltas.Reasoning: "reasoning_text"}
 _CALLS = ("function_call_arguments", "custom_tool_call_input")
 
 
@@ -356,7 +345,7 @@ class ResponsesBuilder(ResponseBuilder):
     def __init__(self, options: ResponseOptions, choices: Sequence[Choice]) -> None:
         super().__init__(options, choices)
         self._name = options.id.removeprefix("resp_")
-        self._items = ItemStream()
+        self._items = deltas.ItemStream()
         self._events = 0
         self._tools = ResponseTools(options.request, Repairs())
 
@@ -375,39 +364,39 @@ class ResponsesBuilder(ResponseBuilder):
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
 
-    def chunks(self, choice: Choice, piece: Output) -> Iterator[Json]:
+    def output(self, choice: Choice, piece: Output) -> Sequence[bytes]:
         choice.tokens += piece.tokens
-        yield from self._item_events(self._items.steps(choice.chat.feed(piece.text)))
+        return [*map(self.event, self._item_events(self._items.steps(choice.chat.feed(piece.text))))]
 
     def ending(self, choice: Choice) -> Iterator[Json]:
         yield from self._item_events(self._items.steps(choice.finish_chat()))
         whole = self.whole()
         yield from self._item_events(self._items.end(), whole.status)
         if not choice.chat.output.items:
-            yield from self._item_events([ItemBegins(0, _NO_TEXT), ItemEnds(0, _NO_TEXT)], whole.status)
+            yield from self._item_events([deltas.ItemBegins(0, _NO_TEXT), deltas.ItemEnds(0, _NO_TEXT)], whole.status)
         yield {"type": f"response.{whole.status}", "response": whole}
 
-    def _item_events(self, steps: Iterable[ItemStep], status: Status = "completed") -> Iterator[Json]:
+    def _item_events(self, steps: Iterable[deltas.ItemStep], status: Status = "completed") -> Iterator[Json]:
         """Yield the events of some steps. `status` is that of an item that ends."""
         for step in steps:
             number, item = step.number, step.item
             place: Json = {"item_id": self._id_of(number, item), "output_index": number}
             part = place | {"content_index": 0}
-            kind = _CALLS[item.takes_text] if isinstance(item, ToolCall) else _EVENTS[item.kind]
+            kind = _CALLS[item.takes_text] if isinstance(item, deltas.ToolCall) else _EVENTS[item.kind]
             extra: Json = {"logprobs": []} if kind == "output_text" else {}
             match step:
-                case ItemBegins():
+                case deltas.ItemBegins():
                     begun = self._output_item(number, item, "in_progress", begun=True)
                     yield {"type": "response.output_item.added", "output_index": number, "item": begun}
-                    if isinstance(item, Text):
+                    if isinstance(item, deltas.Text):
                         yield {"type": "response.content_part.added", **part, "part": _part(item, "")}
-                case ItemGrows(text=text):
-                    where = place if isinstance(item, ToolCall) else part
+                case deltas.ItemGrows(text=text):
+                    where = place if isinstance(item, deltas.ToolCall) else part
                     yield {"type": f"response.{kind}.delta", **where, "delta": text, **extra}
-                case ItemEnds():
-                    if isinstance(item, ToolCall) and item.takes_text:
+                case deltas.ItemEnds():
+                    if isinstance(item, deltas.ToolCall) and item.takes_text:
                         yield {"type": f"response.{kind}.done", **place, "input": item.arguments}
-                    elif isinstance(item, ToolCall):
+                    elif isinstance(item, deltas.ToolCall):
                         yield {
                             "type": f"response.{kind}.done",
                             **place,
@@ -441,20 +430,20 @@ class ResponsesBuilder(ResponseBuilder):
         )
         return whole
 
-    def _id_of(self, number: int, item: Item) -> str:
+    def _id_of(self, number: int, item: deltas.Item) -> str:
         prefix = (
             ("ctc" if item.takes_text else "fc")
-            if isinstance(item, ToolCall)
+            if isinstance(item, deltas.ToolCall)
             else "msg"
-            if item.kind is Content
+            if item.kind is deltas.Content
             else "rs"
         )
         return f"{prefix}_{self._name}" + (f"_{number}" if number else "")
 
-    def _output_item(self, number: int, item: Item, status: Status, *, begun: bool = False) -> OutputItem:
+    def _output_item(self, number: int, item: deltas.Item, status: Status, *, begun: bool = False) -> OutputItem:
         """An item with its text, or as it is when it has begun."""
         name = self._id_of(number, item)
-        if isinstance(item, ToolCall):
+        if isinstance(item, deltas.ToolCall):
             arguments = "" if begun else item.arguments
             namespace, own = self._tools.origin_of(item.name)
             known: Json = {"id": name, "status": status, "call_id": item.id, "name": own}
@@ -462,7 +451,7 @@ class ResponsesBuilder(ResponseBuilder):
             if item.takes_text:
                 return OutputCustomCall(**known, input=arguments)
             return OutputCall(**known, arguments=arguments)
-        if item.kind is Content:
+        if item.kind is deltas.Content:
             texts = [] if begun else [OutputText(item.text)]
             return OutputMessage(id=name, status=status, content=texts)
         thoughts = [] if begun else [ReasoningText(item.text)]
@@ -480,8 +469,8 @@ class ResponsesBuilder(ResponseBuilder):
         )  # fmt: skip
 
 
-def _part(item: Text, text: str) -> OutputText | ReasoningText:
-    return (OutputText if item.kind is Content else ReasoningText)(text)
+def _part(item: deltas.Text, text: str) -> OutputText | ReasoningText:
+    return (OutputText if item.kind is deltas.Content else ReasoningText)(text)
 
 
 class ResponseTools:

@@ -155,7 +155,7 @@ class OperatorServer:
         self, kind: type[api.OperatorCall[Any]], request: Request
     ) -> api.OperatorCall[Any] | events.PinPrefix:
         if request.method == "POST":
-            request.state.headers, request.state.repairs = request.headers, Repairs(setting=False)
+            request.scope.setdefault("state", {}).update(headers=request.headers, repairs=Repairs(setting=False))
             return await self._bodies.read(
                 request, kind, lambda call: checked(call, self._calls.serving(call).model, self._clock.now())
             )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from baton.errors import InvalidRequest, shown
 from baton.logs import RateLimitedLog
@@ -44,8 +44,7 @@ _ROLES = {
 """The roles of OpenAI's chats, each with the one that stands for it in a template that does not know it."""
 
 
-@dataclass(frozen=True)
-class ChatPrompt:
+class ChatPrompt(Struct, frozen=True):
     """A chat as tokens."""
 
     tokens: Sequence[int]
@@ -53,8 +52,7 @@ class ChatPrompt:
     continued: str | None  # the message that the output continues, if it does
 
 
-@dataclass(frozen=True)
-class ChatOrder:
+class ChatOrder(Struct, frozen=True):
     """A checked chat, ready to be rendered and tokenized."""
 
     rendering: bytes  # for the template's process

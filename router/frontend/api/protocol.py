@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -311,8 +310,7 @@ def rule_entries(fields: GenerationFields) -> int:
     return sum(len(rule) for rule in (fields.logit_bias, fields.allowed_token_ids, fields.bad_words) if rule)
 
 
-@dataclass(frozen=True)
-class GenerationOrder:
+class GenerationOrder(Struct, frozen=True):
     """A checked request: what to generate for each of its prompts."""
 
     fields: GenerationFields

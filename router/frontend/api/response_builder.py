@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -126,6 +126,8 @@ class Choice:
     def released(self, piece: Output) -> tuple[list[TokenLogprob], list[str]]:
         """Take the tokens of a stream's piece. Return those whose text has been given out, and these texts. Others wait
         for the end of a character, or because a stop string may take them back."""
+        if self.stream is None:  # no log-probabilities are wanted
+            return [], []
         self._take_tokens(piece)
         if not self.token_texts:
             return [], []
@@ -172,8 +174,7 @@ class Choice:
         return "tool_calls" if reason == "stop" and self.parser and self.parser.output.calls else reason
 
 
-@dataclass(frozen=True)
-class ResponseOptions:
+class ResponseOptions(Struct, frozen=True):
     """What a response is to contain."""
 
     request: Any  # as it came
@@ -213,12 +214,22 @@ class ResponseBuilder:
     def take(self, choice: Choice, piece: Output) -> None:
         choice.take(Output(prompt_logprobs=piece.prompt_logprobs) if self.options.prompt_only else piece)
 
-    def chunks(self, choice: Choice, piece: Output) -> Iterator[Json]:
-        """Yield chunks with new output; none if there is nothing that the client would see."""
+    def output(self, choice: Choice, piece: Output) -> Sequence[bytes]:
+        """Return events with new output; none if there is nothing that the client would see."""
         choice.prompt_logprobs += piece.prompt_logprobs
         choice.tokens += piece.tokens
-        if (delta := self._delta(choice, piece)) is not None:
-            yield self._chunk([delta])
+        if (delta := self._delta(choice, piece)) is None:
+            return ()
+        if self.options.usage_always:
+            return (self.event(self._chunk([delta])),)
+        before, behind = self._frame
+        return (before + msgspec.json.encode(delta) + behind,)
+
+    @cached_property
+    def _frame(self) -> tuple[bytes, bytes]:
+        """The event of a chunk, before and behind its one choice. It is the same for all chunks of a stream."""
+        before, behind = self.event(self._chunk([])).split(b"[]", 1)  # the choices stand before what a client names
+        return before + b"[", b"]" + behind
 
     def _shows_tokens(self, piece: Output) -> bool:
         """Whether a piece has ids of tokens to show."""
@@ -270,7 +281,7 @@ class ResponseBuilder:
     def prompt_logprobs(self, choice: Choice) -> PromptLogprobs:
         """Log-probabilities of the prompt's tokens as vLLM has them: the token itself, then the likeliest ones."""
         scores: PromptLogprobs = [None]
-        own = replace(self.options.names, as_ids=False).own
+        own = TokenNames(self.options.names.tokenizer).own
         for one in choice.prompt_scores:
             ranked = {token: (value, rank) for rank, (token, value) in enumerate(one.top, start=1)}
             ranked = {one.token: (one.logprob, one.rank)} | ranked

@@ -26,7 +26,7 @@ import math
 import resource
 import socket
 from asyncio import sslproto
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httptools
@@ -497,7 +497,7 @@ class _Exchange:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cycle, until_close = self._cycle, False
 
-        async def answered(message: Message) -> None:
+        def answered(message: Message) -> Awaitable[None]:
             nonlocal until_close
             if message["type"] == "http.response.start":
                 headers = message.setdefault("headers", [])
@@ -507,6 +507,6 @@ class _Exchange:
                     until_close, cycle.chunked_encoding = True, False  # HTTP/1.0 has no chunks
             elif until_close:
                 cycle.expected_content_length = len(message.get("body", b""))
-            await send(message)
+            return send(message)
 
         await self._app(scope, receive, answered)

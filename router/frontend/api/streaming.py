@@ -83,13 +83,13 @@ class _GeneratedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and cancel whatever has not ended."""
-        connected = asyncio.timeout(None)
-        watching = asyncio.create_task(self._watch(receive, connected))
+        # In a task of its own, each output resumes four coroutines and not fourteen.
+        answering = asyncio.create_task(self._answer(scope, receive, send))
+        watching = asyncio.create_task(self._watch(receive, answering))
         try:
-            async with connected:
-                await self._answer(scope, receive, send)
-        except TimeoutError:
-            if not connected.expired():
+            await answering
+        except asyncio.CancelledError:
+            if not watching.done():
                 raise
             scope.get("state", {}).get("abort", _nothing)()
         finally:
@@ -100,7 +100,7 @@ class _GeneratedResponse(Response):
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise NotImplementedError
 
-    async def _watch(self, receive: Receive, connected: asyncio.Timeout) -> None:
+    async def _watch(self, receive: Receive, answering: asyncio.Task[None]) -> None:
         """End the answer when the client closes its connection, or reads nothing after the end."""
         before = None
         while True:
@@ -113,22 +113,19 @@ class _GeneratedResponse(Response):
                 if now == before and all(ended for ended, _ in now):
                     break
                 before = now
-        connected.reschedule(0.0)
+        answering.cancel()
 
     def _outputs(self) -> contextlib.aclosing[AsyncGenerator[tuple[int, News], None]]:
         """Yield what comes of each choice, as it comes."""
         return contextlib.aclosing(merged([generation.stream for generation in self.generations]))
 
-    def _choice(self, index: int, news: News) -> Choice:
-        """Return what the news are of, and note its end. Raises the error that it ended in."""
-        choice = self.builder.choices[index]
-        if isinstance(news, RequestEnded):
-            reason, choice.end = news.finish_reason(), news
-            choice.stop_reason = self.generations[index].stream.stop_string
-            if reason == "stop" and choice.stop_reason is None and choice.tokens:
-                last = choice.tokens[-1]
-                choice.stop_reason = last if last in self._stops else None
-        return choice
+    def _end(self, choice: Choice, end: RequestEnded) -> None:
+        """Note the end of a choice. Raises the error that it ended in."""
+        reason, choice.end = end.finish_reason(), end
+        choice.stop_reason = self.generations[choice.index].stream.stop_string
+        if reason == "stop" and choice.stop_reason is None and choice.tokens:
+            last = choice.tokens[-1]
+            choice.stop_reason = last if last in self._stops else None
 
 
 class WholeResponse(_GeneratedResponse):
@@ -138,10 +135,11 @@ class WholeResponse(_GeneratedResponse):
         try:
             async with self._outputs() as outputs:
                 async for index, news in outputs:
-                    choice = self._choice(index, news)
+                    choice = self.builder.choices[index]
                     if isinstance(news, Output):
                         self.builder.take(choice, news)
                     else:
+                        self._end(choice, news)
                         choice.finish()
             size = sum(map(_size, self.builder.choices))
             encoded = msgspec.json.encode if size < _ENCODED_WHOLE else lambda whole: b"".join(json_pieces(whole))
@@ -180,7 +178,9 @@ class EventStream(_GeneratedResponse):
         try:
             async with self._outputs() as outputs:
                 async for index, news in outputs:
-                    choice = self._choice(index, news)
+                    choice = builder.choices[index]
+                    if isinstance(news, RequestEnded):
+                        self._end(choice, news)
                     if not opened:
                         opened = True
                         headers = [
@@ -193,9 +193,10 @@ class EventStream(_GeneratedResponse):
                         events.append(builder.sign_of_life())
                     if isinstance(news, Output):
                         # The first chunk of an echo has all of the prompt's log-probabilities.
-                        size = 0 if choice.characters else _SCORED_BYTES * len(choice.prompt_scores)
-                        work = map(builder.event, builder.chunks(choice, news))
-                        events += await self._apart(size, partial(list, work)) if size else work
+                        scored = choice.stream is not None and not choice.characters
+                        size = _SCORED_BYTES * len(choice.prompt_scores) if scored else 0
+                        work = partial(builder.output, choice, news)
+                        events += await self._apart(size, work) if size else work()
                     else:
                         events += map(builder.event, builder.ending(choice))
                         if all(one.end is not None for one in builder.choices):

@@ -13,7 +13,6 @@ character.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from msgspec import Struct
@@ -54,8 +53,7 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
-@dataclass(frozen=True)
-class TokenNames:
+class TokenNames(Struct, frozen=True):
     """How tokens are called: by their texts, or all as `token_id:N`."""
 
     tokenizer: Tokenizer | None

@@ -15,15 +15,15 @@ behind its reasoning, and a model with tools either calls them in its own format
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from baton.errors import InvalidGrammar, InvalidRequest, shown
@@ -74,8 +74,7 @@ _ANY = "/(?s:.*)/"
 _GAP = "GAP: /[ \\n]{0,4}/"
 
 
-@dataclass(frozen=True)
-class ToolPlan:
+class ToolPlan(Struct, frozen=True):
     """Which calls an output may have."""
 
     calls: Calls = Calls.NONE
@@ -84,7 +83,7 @@ class ToolPlan:
     constrained: bool = False  # all of the output is, so it is neither reasoning nor in the model's own format
     framed: bool = False  # the output is constrained but for reasoning and calls in the model's own format
     texts: frozenset[str] = frozenset()  # tools that take a text
-    schemas: Mapping[str, Json] = field(default_factory=dict[str, Json])  # of their parameters, by the names
+    schemas: Mapping[str, Json] = {}  # of their parameters, by the names
     exact: frozenset[str] = frozenset()  # tools whose calls must match all of their schemas
     plain: bool = False  # the output is such a text itself
 
@@ -117,7 +116,7 @@ def planned(fields: ChatCompletionRequest, form: ChatFormat) -> tuple[ChatComple
         if fields.structured_outputs:
             raise wrong("tool_choice", "it insists on a call beside structured_outputs; choose one")
         grammar = _lark_of(texts.get(names[0])) if calls is Calls.NAMED else None
-        plan = dataclasses.replace(plan, plain=grammar is not None)
+        plan = replace(plan, plain=grammar is not None)
         # A response_format is for texts, and no text comes.
         fields = replace(fields, structured_outputs=grammar or constraint(plan, plan.schemas), response_format=None)
     if (plan.constrained and form.reasoning_parser) or fields.reasoning_effort == "none":

@@ -5,26 +5,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec import Struct
 
-@dataclass(frozen=True)
-class Content:
+
+class Content(Struct, frozen=True):
     """More of the visible answer."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Reasoning:
+class Reasoning(Struct, frozen=True):
     """More of what the model thinks before it answers."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class CallBegin:
+class CallBegin(Struct, frozen=True):
     """A tool call begins. Calls are numbered from 0."""
 
     index: int
@@ -33,8 +31,7 @@ class CallBegin:
     takes_text: bool = False  # its arguments are a text
 
 
-@dataclass(frozen=True)
-class CallArguments:
+class CallArguments(Struct, frozen=True):
     """More of a call's arguments, which are JSON when they are complete, or a text."""
 
     index: int
@@ -45,26 +42,24 @@ ChatDelta: TypeAlias = Content | Reasoning | CallBegin | CallArguments
 MakeId: TypeAlias = Callable[[], str]
 
 
-@dataclass
-class ToolCall:
+class ToolCall(Struct):
     """One call, as far as it has come."""
 
     id: str
     name: str
     takes_text: bool = False
-    parts: list[str] = field(default_factory=list[str])
+    parts: list[str] = []
 
     @property
     def arguments(self) -> str:
         return "".join(self.parts)
 
 
-@dataclass
-class Text:
+class Text(Struct):
     """A run of content, or of reasoning, as far as it has come."""
 
     kind: type[Content] | type[Reasoning]
-    parts: list[str] = field(default_factory=list[str])
+    parts: list[str] = []
 
     @property
     def text(self) -> str:
@@ -74,22 +69,21 @@ class Text:
 Item: TypeAlias = Text | ToolCall
 
 
-@dataclass
-class ChatOutput:
+class ChatOutput(Struct):
     """All deltas added up, in their order."""
 
-    items: list[Item] = field(default_factory=list[Item])
-    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    items: list[Item] = []
+    calls: list[ToolCall] = []
 
     def take(self, delta: ChatDelta) -> Item:
         """Add a delta. Returns the item that it belongs to: the last one."""
         match delta:
-            case Content(text) | Reasoning(text):
+            case Content() | Reasoning():
                 last = self.items[-1] if self.items else None
                 if not isinstance(last, Text) or last.kind is not type(delta):
                     last = Text(type(delta))
                     self.items.append(last)
-                last.parts.append(text)
+                last.parts.append(delta.text)
                 return last
             case CallBegin(_, id_, name, takes_text):
                 self.calls.append(ToolCall(id_, name, takes_text))
@@ -110,16 +104,14 @@ class ChatOutput:
         return "".join(item.text for item in self.items if isinstance(item, Text) and item.kind is kind)
 
 
-@dataclass(frozen=True)
-class ItemBegins:
+class ItemBegins(Struct, frozen=True):
     """A new item, which is empty."""
 
     number: int
     item: Item
 
 
-@dataclass(frozen=True)
-class ItemGrows:
+class ItemGrows(Struct, frozen=True):
     """More text of the item that began last."""
 
     number: int
@@ -127,8 +119,7 @@ class ItemGrows:
     text: str
 
 
-@dataclass(frozen=True)
-class ItemEnds:
+class ItemEnds(Struct, frozen=True):
     """The item that began last has all its text."""
 
     number: int

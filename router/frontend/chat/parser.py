@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -137,8 +137,10 @@ class DeltaWriter:
         if not text:
             return
         self._has_text = True
-        self._add(Content("".join((*self._blank, text))))
-        self._blank.clear()
+        if self._blank:
+            text = "".join((*self._blank, text))
+            self._blank.clear()
+        self._add(Content(text))
 
     def begin_reasoning(self) -> None:
         self._gap = ["\n"] if self._thought else []
@@ -205,8 +207,10 @@ class DeltaWriter:
         self._blank.clear()
 
     def _add(self, delta: Content | Reasoning | CallArguments) -> None:
-        last = self._deltas[-1] if self._deltas else None
-        match last, delta:
+        if not self._deltas:  # as nearly always
+            self._deltas.append(delta)
+            return
+        match self._deltas[-1], delta:
             case (Content(before), Content(text)):
                 self._deltas[-1] = Content(before + text)
             case (Reasoning(before), Reasoning(text)):
@@ -241,7 +245,10 @@ class StreamParser:
         return inside and not self.rescued
 
     def feed(self, text: str) -> None:
-        text, at = self._unread + text, 0
+        text, at, sink = self._unread + text, 0, self._state.sink
+        if text and (sink is Sink.CONTENT or sink is Sink.REASONING) and not self._patterns.may_begin(text, 0):
+            self._write(text)
+            at = len(text)
         while at < len(text):
             before, state = at, self._state
             values = state.sink in (Sink.JSON, Sink.OBJECT, Sink.REST)
@@ -296,12 +303,12 @@ class StreamParser:
 
     def _write(self, text: str) -> None:
         match self._state.sink:
-            case Sink.HEADER | Sink.DRAFT:
-                self._held.append(text)
             case Sink.CONTENT:
                 self._out.content(text.replace(MARK, ""))
             case Sink.REASONING:
                 self._out.reasoning(text.replace(MARK, ""))
+            case Sink.HEADER | Sink.DRAFT:
+                self._held.append(text)
             case Sink.VALUE:
                 self._out.value(text.replace(MARK, ""))
             case Sink.NOWHERE:
@@ -513,6 +520,7 @@ class ChatParser:
         self._show_reasoning = show_reasoning
         self._parallel_calls = parallel_calls
         self._texts = texts
+        self._filters = not show_reasoning or not parallel_calls or bool(texts)  # some deltas are not given as they are
         self._plain = plain
         self._rescues = rescues
         self._argument: TextArgument | None = None  # of the call that began last
@@ -554,15 +562,17 @@ class ChatParser:
         return most
 
     def _next_deltas(self, *, last: bool = False) -> Sequence[ChatDelta]:
-        deltas = list(self._shown())
+        deltas = self._out.take()
+        if self._filters:
+            deltas = list(self._shown(deltas))
         if last:
             deltas += self._rest_of_text()
         for delta in deltas:
             self.output.take(delta)
         return deltas
 
-    def _shown(self) -> Iterator[ChatDelta]:
-        for delta in self._out.take():
+    def _shown(self, deltas: Iterable[ChatDelta]) -> Iterator[ChatDelta]:
+        for delta in deltas:
             match delta:
                 case Reasoning() if not self._show_reasoning:
                     pass

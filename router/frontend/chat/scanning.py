@@ -151,10 +151,14 @@ class Patterns:
         """All literal texts, joined."""
         return "\n".join(atom.text for sequence in self._sequences for atom in sequence if atom.least is None)
 
+    def may_begin(self, text: str, at: int) -> bool:
+        """Whether a character from a position on is one that a pattern can begin with."""
+        return self._first.search(text, at) is not None
+
     def find(self, text: str, at: int, *, ended: bool, here: bool = False) -> Hit | None:
         """Return the first match from a position on, or with `here` the one at the position. Unless the text has ended,
         it may be a place where a pattern begins that is not complete."""
-        if self._whole is None or self._first.search(text, at) is None:  # as nearly always
+        if self._whole is None or not self.may_begin(text, at):
             return None
         match = self._whole.match(text, at) if here else self._whole.search(text, at)
         if not ended:

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,6 +160,20 @@ def test_a_call_has_the_name_that_the_model_gives_it() -> None:
     parser = ChatFormat("kimi_k2").parser(Calls.AUTO, TOOLS)
     parsed(parser, [transcripts.kimi(transcripts.TIME, transcripts.TIME)])
     assert [call.id for call in parser.output.calls] == ["functions.get_time:0", "functions.get_time:1"]
+
+
+@pytest.mark.parametrize("beginning", ["Hi", "<think>Hi"])
+def test_a_piece_of_text_takes_few_calls(beginning: str) -> None:
+    """Every token of a chat takes them."""
+    parser, calls = ChatFormat("hermes", "qwen3").parser(Calls.AUTO, TOOLS), Counter[str]()
+    parser.feed(beginning)
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        for _ in range(100):
+            parser.feed(" there")
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] <= 900
 
 
 CODER = {
