@@ -26,7 +26,7 @@ from math import inf
 import numpy as np
 
 from router.placement.cached_prefix import CacheablePrefix
-from router.placement.ring import find_rings
+from router.placement.ring import RingOffer, find_rings
 from router.placement.types import Candidate, PlacementRequest, PredictedTtft
 from router.placement.worker_table import FULL, NEVER, OPEN, Flags, Floats, Indices, WorkerTable
 
@@ -70,15 +70,17 @@ class PlacementCosts:
         self.compute = tokens * (table.token + table.pair * middle) + table.fixed * steps
         self.compute[:d] *= table.slowdown[:d]
         self.open = _open(ask, table)
-        able = (table.rings > 0) & (self.open == OPEN) & table.has_store & (self.cached <= host[table.node])
-        self.rings = find_rings(ask, table, able, self.cached, device, self.compute, ring_step) if ring_step else {}
-        for row, offer in self.rings.items():
-            self.compute[row] = offer.seconds[len(offer.helpers)]
+        self.opened = self.open == OPEN
+        self.rings: dict[int, RingOffer] = {}
+        if ring_step and np.count_nonzero(table.rings) > 1:
+            able = (table.rings > 0) & self.opened & table.has_store & (self.cached <= host[table.node])
+            self.rings = find_rings(ask, table, able, self.cached, device, self.compute, ring_step)
+            for row, offer in self.rings.items():
+                self.compute[row] = offer.seconds[len(offer.helpers)]
         self.queue = np.maximum(table.prefills_done_at - now, 0.0) + reserved
         self.prefill_seconds = self.load + self.compute
         self.new_tokens = new
-        self.opened = self.open == OPEN
-        self.delay = table.delay.copy()
+        self.delay, self.any_delay = table.delay.copy(), np.count_nonzero(table.delay) > 0
         self.used = table.last_used * (_TURN / max(1, table.use_count))
         self._price_decode(ask, table, device, output)
         self.local_seconds = (
@@ -86,8 +88,9 @@ class PlacementCosts:
             + self.prefill_seconds[:d]
             + self.step
             + self.last_tokens_seconds
-            + self.delay[:d]
         )
+        if self.any_delay:
+            self.local_seconds += self.delay[:d]
         self.local_seconds[self.open[:d] == NEVER] = inf
         self.interference_seconds = np.zeros(
             d
@@ -169,8 +172,9 @@ class PlacementCosts:
         self.pair_seconds = np.maximum(self.queue[prefill_rows][:, None], self.wait[decode_rows])
         self.pair_seconds += transfer
         self.pair_seconds += prefill
-        self.pair_seconds += self.step[decode_rows] + self.delay[decode_rows]
-        self.pair_seconds += self.delay[prefill_rows][:, None]
+        self.pair_seconds += self.step[decode_rows]
+        if self.any_delay:
+            self.pair_seconds += self.delay[prefill_rows][:, None] + self.delay[decode_rows]
         if self.serves[:-1].min() <= 0:
             self.pair_seconds[apart & (self.serves[node[prefill_rows]] <= 0)[:, None]] = inf
         self.best_pair_seconds = float(self.pair_seconds.min())
