@@ -9,9 +9,11 @@ alone are made equal, since a small rest would be computed slowly. Where a step 
 it lasts longer, so that at most a quarter is lost. Where copies are made beside steps, a small last chunk may shorten
 the hand-off (`prefill_worker.last_chunk`).
 
-**Order.** Urgent prompts go first, and the others share the rest. Equally urgent prompts share the time by max-min
-fairness: each may have an equal part, and the rest of a short prompt's part goes to the longer ones. So short prompts
-don't wait behind long ones, and several of them fit into one step.
+**Order.** Urgent prompts go first, and the others share the rest. Of equally urgent ones, those that the step can
+complete are completed, the foremost first: side by side all would be done with the last, and their pages would leave
+together while nothing is computed. The others share the time by max-min fairness: each may have an equal part, and the
+rest of a short prompt's part goes to the longer ones. Once a prompt was passed over for `STEPS_PER_LEVEL` steps, all
+share. So short prompts don't wait behind long ones, and several of them fit into one step.
 
 **Ageing.** A prompt that waits for its next part rises: `passed` counts the steps in a row in which it got less than an
 equal part, and its rank (0 first) is
@@ -82,7 +84,7 @@ def build_batch(
 
 def _equal_steps(job: PrefillRequest, model: StepCostModel, seconds: float) -> float:
     """What the rest of a prompt takes, divided by the number of steps that comes nearest to `seconds` each."""
-    rest = model.cost.token * job.pending + model.cost.pair * pairs(job.pending, job.computed)
+    rest = model.cost.token * job.unbegun + model.cost.pair * pairs(job.unbegun, job.begun)
     steps = round(rest / seconds)
     return rest / steps if steps > 1 else inf
 
@@ -90,7 +92,7 @@ def _equal_steps(job: PrefillRequest, model: StepCostModel, seconds: float) -> f
 def _leave_last_chunk(job: PrefillRequest, shares: Shares, cost: PageSeconds, fixed: float, copy: float) -> Shares:
     """Once for each prompt, leave a small chunk to the step after the one that would complete it."""
     pages = shares[job]
-    if job.last_chunk_cut or pages < job.total - job.ready:
+    if job.last_chunk_cut or pages < job.total - job.begun_pages:
         return shares
     job.last_chunk_cut = True
     added = [0.0, *accumulate(cost(job, page) for page in reversed(range(pages)))]
@@ -117,7 +119,9 @@ def _place(ranked: tuple[int, Sequence[PrefillRequest]]) -> tuple[float, ...]:
 def share_pages(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> Shares:
     """Return pages worth that time, at most `most` of them, but at least one.
 
-    They are given rank after rank, and within a rank page by page to the prompt that will have had the least time."""
+    They are given rank after rank. Within a rank the foremost prompts get all their pages, as long as these fit, unless
+    a prompt there was passed over for long. The others get page by page, next the one that will have had the least
+    time."""
     shares: dict[PrefillRequest, int] = {}
     spent: dict[PrefillRequest, float] = {}
 
@@ -135,7 +139,14 @@ def share_pages(ranks: Ranks, cost: PageSeconds, seconds: float, most: int) -> S
         return True
 
     for _, equals in groupby(ranks, key=lambda item: item[0]):
-        served = [behind[0] for _, behind in equals]
+        lent = [behind for _, behind in equals]
+        served = [behind[0] for behind in lent]
+        if all(each.skipped_steps < STEPS_PER_LEVEL for behind in lent for each in behind):
+            for job in served:
+                if job.steppable > most or sum(cost(job, page) for page in range(job.steppable)) > seconds:
+                    break
+                while give(job):
+                    pass
         for job in served:
             if job.skipped_steps:
                 give(job)
@@ -163,10 +174,10 @@ def _cost(model: StepCostModel, page_size: int) -> PageSeconds:
     if not model.largest:
         return lambda job, page: 1.0
     each = max(1e-9, model.cost.token * page_size)  # were pages free, the first prompt would get them all
-    return lambda job, page: each + model.cost.pair * pairs(page_size, job.computed + page * page_size)
+    return lambda job, page: each + model.cost.pair * pairs(page_size, job.begun + page * page_size)
 
 
 def _chunk(job: PrefillRequest, pages: int) -> Chunk:
-    end = job.ready + pages
-    tokens = job.tokens[job.computed : end * job.page_size]
-    return Chunk(tokens, job.computed, job.pages, adapter=job.adapter, window_pages=job.window_pages)
+    end = job.begun_pages + pages
+    tokens = job.tokens[job.begun : end * job.page_size]
+    return Chunk(tokens, job.begun, job.pages, adapter=job.adapter, window_pages=job.window_pages)

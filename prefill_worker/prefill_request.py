@@ -82,8 +82,9 @@ class PrefillRequest:
     pages_stored: int = 0  # pages written to the store
     first_step: float | None = None  # when its first chunk was planned, seconds
     last_chunk_cut: bool = False  # it was decided how its last pages are divided
-    in_step: bool = False  # it is part of the step that runs
-    looks_again: bool = False  # when that has ended it asks the store what there is, as at the start
+    steps: int = 0  # under way that it is part of
+    launched: int = 0  # tokens from the start that are computed once these have ended
+    looks_again: bool = False  # when these have ended it asks the store what there is, as at the start
     ring: Ring | None = None  # others compute a part of it
     in_limbo: list[int] = field(default_factory=list[int])  # device pages that no step may write to yet
 
@@ -102,9 +103,22 @@ class PrefillRequest:
         return self.computed // self.page_size if self.pending else self.total
 
     @property
+    def begun(self) -> int:
+        """Tokens from the start that are computed or that steps under way compute."""
+        return max(self.computed, self.launched) if self.steps else self.computed
+
+    @property
+    def unbegun(self) -> int:
+        return len(self.tokens) - self.begun
+
+    @property
+    def begun_pages(self) -> int:
+        return self.begun // self.page_size if self.unbegun else self.total
+
+    @property
     def steppable(self) -> int:
         """Pages that one step may compute: with states one, so that each page has its own."""
-        return min(self.total - self.ready, 1 if self.groups.states else self.total)
+        return min(self.total - self.begun_pages, 1 if self.groups.states else self.total)
 
     @property
     def to_keep(self) -> list[int]:
@@ -155,8 +169,9 @@ class PrefillRequest:
     @property
     def ready_to_step(self) -> bool:
         """It may be part of the next step."""
-        joined = self.ring is None or bool(self.ring.slots)
-        return self.phase is PrefillPhase.COMPUTING and self.pending > 0 and not self.in_limbo and joined
+        joined = self.ring is None or (bool(self.ring.slots) and not self.steps)
+        waits = self.in_limbo or self.looks_again
+        return self.phase is PrefillPhase.COMPUTING and self.unbegun > 0 and not waits and joined
 
     @property
     def helps(self) -> bool:

@@ -37,10 +37,10 @@ from baton.store_protocol import NotReserved, Reserved, StoreCall, StoreReply
 from baton.waits import WaitEdge
 from engine.step.block_table import BlockTable
 from engine.step.limit import StepLimit
-from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
-from engine.step.recomputation import ComparePages, PagesCompared, Recomputation
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
+from engine.step.recomputation import NAME, ComparePages, PagesCompared, Recomputation
 from engine.step.ring import LeaveRing
-from engine.step.timing import WorkerStepTimes
+from engine.step.timing import WorkerStepTimes, sample_of
 from kvstore.client.device_block_manager import FEWEST_COPIED, DeviceBlockManager, DuplicatePage
 from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import (
@@ -67,12 +67,13 @@ from prefill_worker.ring import JOIN, Ring
 
 _SLOTS_AGAIN = 0.02  # seconds until a full store is asked again
 _PATIENCE = 0.05  # of a step's time, at most waited for the store before it
+_SHORT = 0.5  # of a step's time: behind a step that is shorter, the next one is launched ahead
 
 
 PrefillCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages | LeaveRing
 PrefillEvent: TypeAlias = (
     Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
-    | RouterLost | Tick | StepDone | StepOutOfMemory | StepFailed | PagesCompared
+    | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed | PagesCompared
 )  # fmt: skip
 
 
@@ -143,6 +144,7 @@ class PrefillScheduler:
         self._step_costs = WorkerStepTimes(calibration)
         self._copy_rate = CopyRate() if copies_overlap else None
         self._planned = 0.0  # when the step that runs was planned, seconds
+        self._last_launched: ScheduledBatch | None = None  # while it runs, where a step may be launched ahead
         self._regret = LoadRegret()
         self._step = 0
         self._computed = self._copied = self._hit = self._hit_in_store = self._pages_stored = 0
@@ -152,6 +154,8 @@ class PrefillScheduler:
     def handle(self, event: PrefillEvent, now: float, router: str = "") -> list[PrefillCommand]:
         """Take one event; what it changes elsewhere comes back as commands, in order. `router`: the incarnation of the
         router that said it, where one did; it decides about what it has ordered itself, and about nothing else."""
+        if isinstance(event, StepDone | StepOutOfMemory | StepFailed) and event.plan is self._last_launched:
+            self._last_launched = None
         commands = [*self._handle(event, router, now), *self._wake(now)]
         if isinstance(event, StepDone | StepOutOfMemory | StepFailed):
             commands += self._recomputation.step_ended(event)
@@ -167,13 +171,16 @@ class PrefillScheduler:
                 return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
             case PagesCompared():
                 return [*self._recomputation.compared(event)]
+            case StepLaunched(plan=plan):
+                self._last_launched = plan
+                return []
             case StepDone(plan=plan, seconds=seconds):
                 return self._step_done(plan, now - self._planned if seconds is None else seconds, now)
             case StepFailed(plan=plan) | StepOutOfMemory(plan=plan) if any(chunk.ring for chunk in plan.values()):
                 return [c for job in self._in_step(plan) for c in self._leave_ring(job)]
             case StepOutOfMemory(plan=plan) if self._can_run_again(plan):
-                # Its prompts are in the next, smaller step.
-                return [c for job in self._in_step(plan) if job.looks_again for c in self._look_again(job)]
+                # Its prompts are in the next, smaller step. What was launched behind it has read what it did not write.
+                return [c for job in self._in_step(plan) for c in self._begin_again(job)]
             case StepFailed(plan=plan, message=message) | StepOutOfMemory(plan=plan, message=message):
                 return [c for job in self._in_step(plan) for c in self._fail(job, "internal", message)]
             case StoreUp(slots=slots, page_bytes=page_bytes):
@@ -484,7 +491,7 @@ class PrefillScheduler:
             # them taking what the other one has written, would do so for ever, and call that progress.
             job.lost_at = max(job.lost_at, job.committed + 1)
             commands += self._give_back(job)
-            job.looks_again = job.in_step  # what is found now might be copied over what the step computes
+            job.looks_again = job.steps > 0  # what is found now might be copied over what a step computes
             return commands if job.looks_again else commands + self._start_lookup(job)
         if write.refused == "behind":
             # Another prompt may wait for what this one holds. It goes first: see `kvstore.server.head_of_line`.
@@ -502,7 +509,7 @@ class PrefillScheduler:
         if job.phase is PrefillPhase.COMMITTING and job.total > job.full:
             self._share_beginning(job, job.full)
         job.phase = PrefillPhase.DONE
-        job.in_step = False  # where others have sealed its pages meanwhile: the end of the step must not revive it
+        job.steps = 0  # where others have sealed its pages meanwhile: the end of a step must not revive it
         left, job.line_number = self._drop(job.line_number) if job.line_number is not None else [], None
         left += self._leave_ring(job)
         self._recomputation.note(job.tokens, job.keys, min(job.ready, job.full), job.adapter)
@@ -639,8 +646,10 @@ class PrefillScheduler:
         return []
 
     def schedule(self, now: float) -> ScheduledBatch:
-        """The next step; empty when nothing computes."""
+        """The next step; empty when nothing computes, or a step runs that none is launched behind."""
         step = self._config.step_ms / 1_000
+        if (runs := self._last_launched) is not None and not self._is_short(runs):
+            return {}
         self._leave_limbo()
         copy = self._copy_rate.seconds if self._copy_rate is not None else 0.0
         plan = self._chunk_of_ring() or build_batch(
@@ -648,12 +657,21 @@ class PrefillScheduler:
         )
         self._planned = now
         if not plan:
-            return self._recomputation.plan()
-        for name in plan:
+            return self._recomputation.plan() if runs is None else {}
+        for name, chunk in plan.items():
             job = self._requests[name.request]
             job.first_step = now if job.first_step is None else job.first_step
-            job.in_step = True
+            job.steps, job.launched = job.steps + 1, chunk.end
         return plan
+
+    def _is_short(self, plan: ScheduledBatch) -> bool:
+        """Whether a step is over soon. One launched ahead fills the gap behind it, and prompts that come now wait for
+        the end of both. A page that is recomputed is compared first."""
+        step = sample_of(list(plan.values()), 0.0)
+        return (
+            NAME not in plan
+            and self._step_costs.seconds(step.tokens, step.pairs) < _SHORT * self._config.step_ms / 1_000
+        )
 
     def _chunk_of_ring(self) -> ScheduledBatch:
         jobs = [(job, job.ring) for job in self._requests.values() if job.ring is not None and job.ready_to_step]
@@ -666,9 +684,9 @@ class PrefillScheduler:
 
     def _in_step(self, plan: ScheduledBatch) -> list[PrefillRequest]:
         """The prompts of a step that has ended, as far as they are still here."""
-        jobs = [job for name in plan if (job := self._requests.get(name.request)) and job.name == name and job.in_step]
+        jobs = [job for name in plan if (job := self._requests.get(name.request)) and job.name == name and job.steps]
         for job in jobs:
-            job.in_step = False
+            job.steps -= 1
         return jobs
 
     def _step_done(self, plan: ScheduledBatch, seconds: float, now: float) -> list[PrefillCommand]:
@@ -678,6 +696,9 @@ class PrefillScheduler:
         commands: list[PrefillCommand] = []
         for job in self._in_step(plan):
             chunk, before = plan[job.name], job.ready
+            if job.ring is None and chunk.start != job.computed:  # it was launched behind one that ran out of memory
+                commands += self._begin_again(job)
+                continue
             job.computed_here += len(chunk.tokens) if job.ring is None or job.ring.helps else chunk.end - job.computed
             job.computed = chunk.end
             self._computed += len(chunk.tokens)
@@ -701,7 +722,14 @@ class PrefillScheduler:
         """Whether a step that ran out of memory can be run again, smaller. It may have changed states."""
         return self._step_limit.out_of_memory(plan.values()) and not self._groups.states
 
+    def _begin_again(self, job: PrefillRequest) -> list[PrefillCommand]:
+        """Go on behind what is complete."""
+        job.launched = 0
+        return self._look_again(job) if job.looks_again else []
+
     def _look_again(self, job: PrefillRequest) -> list[PrefillCommand]:
+        if job.steps:
+            return []
         job.looks_again = False
         return self._start_lookup(job)
 

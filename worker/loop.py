@@ -282,7 +282,9 @@ class WorkerLoop:
 
     @property
     def most_steps(self) -> int:
-        return 2 if self._role == "decode" and self.runner.launches_ahead and not self.speculates else 1
+        # Where copies wait for steps, those of a prompt's chunk would wait for the next one, too.
+        fits = not self.speculates if self._role == "decode" else self.runner.copies_overlap
+        return 2 if self.runner.launches_ahead and fits else 1
 
     def now(self) -> float:
         return self.clock.now()

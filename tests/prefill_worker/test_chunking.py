@@ -146,6 +146,14 @@ def test_equals_share_and_what_a_short_one_leaves_goes_to_the_longer_ones() -> N
     assert shares == {short.name.request: 2, long.name.request: 5, longer.name.request: 5}
 
 
+def test_prompts_that_a_step_completes_are_done_one_after_the_other_unless_one_has_waited_long() -> None:
+    jobs = [prompt(12) for _ in range(3)]
+    names = [job.name.request for job in jobs]
+    assert planned(jobs, 16) == {names[0]: 12, names[1]: 2, names[2]: 2}
+    jobs[2].skipped_steps = STEPS_PER_LEVEL
+    assert planned(jobs, 15) == dict.fromkeys(names, 5)
+
+
 @pytest.mark.technique("Several prompts in one prefill step")
 def test_several_short_prompts_fit_into_one_step() -> None:
     jobs = [prompt(2) for _ in range(6)]

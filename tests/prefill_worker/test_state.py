@@ -5,7 +5,7 @@ from baton.clock import Tick
 from baton.config import DecodeConfig, PrefillConfig
 from baton.membership import RouterLost
 from baton.store_protocol import NotReserved, Reserved
-from engine.step.outcome import StepFailed
+from engine.step.outcome import StepDone, StepFailed, StepLaunched, StepOutOfMemory
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.prefill_request import PrefillPhase
 from simulator.worker_shell import at_once
@@ -97,7 +97,7 @@ def test_a_prompt_looks_again_only_when_its_step_has_ended() -> None:
     one.hear()
     plan = one.schedule()
     (job,) = one.state._requests.values()
-    assert job.in_step
+    assert job.steps
     one.handle(NotReserved(job.store.lease, "orphan"))
     other.handle(order(PROMPT[:9], "other"))
     while not done(other.messages):
@@ -111,6 +111,43 @@ def test_a_prompt_looks_again_only_when_its_step_has_ended() -> None:
     assert tokens_of(decode.messages) == reference(PROMPT, 9)
 
 
+def test_a_step_is_launched_behind_a_short_one_alone() -> None:
+    for seconds, starts in ((0.002, [0, PAGE, 2 * PAGE]), (0.03, [0])):
+        one = worker(max_num_batched_tokens=PAGE)
+        one.state._step_costs.calibrate([msg.StepSample(PAGE, PAGE * (PAGE + 1) // 2, 0, 0, seconds)])
+        one.handle(order(PROMPT))
+        one.hear()
+        plans = []
+        while plan := one.schedule():
+            plans.append(plan)
+            one.handle(StepLaunched(plan))
+        assert [chunk.start for plan in plans for chunk in plan.values()] == starts
+        one.handle(at_once(one.run_step(plans[-1])) if len(plans) == 1 else StepFailed(plans[0], "so it is"))
+        one.state.validate()
+
+
+def test_what_was_launched_behind_a_step_without_memory_does_not_count() -> None:
+    rig = Rig(64)
+    one = rig.worker("prefill", 32, PrefillConfig(max_num_batched_tokens=2 * PAGE))
+    decode = rig.worker("decode", 32, DecodeConfig())
+    one.handle(handed(PROMPT))
+    one.hear()
+    first = one.schedule()
+    one.handle(StepLaunched(first))
+    behind = one.schedule()
+    assert [chunk.start for plan in (first, behind) for chunk in plan.values()] == [0, 2 * PAGE]
+    one.handle(StepLaunched(behind))
+    one.handle(StepOutOfMemory(first, "so it is"))
+    again = one.schedule()
+    assert [(chunk.start, chunk.end) for chunk in again.values()] == [(0, PAGE)]
+    one.handle(StepDone(behind, [None]))
+    one.handle(at_once(one.run_step(again)))
+    decode.handle(awaits(PROMPT, 9))
+    rig.settle()
+    assert [m.computed for m in done(one.messages)] == [len(PROMPT) - 1]
+    assert tokens_of(decode.messages) == reference(PROMPT, 9)
+
+
 def test_a_prompt_whose_pages_another_worker_seals_meanwhile_is_done_before_its_step_has_ended() -> None:
     """A step runs beside the loop, and the store answers that it has every page. The step's end changes nothing."""
     rig = Rig(64)
@@ -119,7 +156,7 @@ def test_a_prompt_whose_pages_another_worker_seals_meanwhile_is_done_before_its_
     one.hear()  # the store has nothing
     plan = one.schedule()
     (job,) = one.state._requests.values()
-    assert job.in_step
+    assert job.steps
     lease = job.store.lease
     one.handle(Reserved(lease, (None, None, None)))
     assert [m.stored for m in done(one.messages)] == [0]

@@ -1,7 +1,7 @@
 """The hand-off machine with workers whose steps and copies run on while they hear, decide and copy.
 
 No page and no slot is given new contents while a launched step or copy may touch it, in any order of operations. Nor
-does a step that decode workers launch ahead. A mistake planted in the epochs, in what waits for the end of a copy, or
+does a step that is launched ahead. A mistake planted in the epochs, in what waits for the end of a copy, or
 in what a step ahead counts for, is noticed.
 """
 

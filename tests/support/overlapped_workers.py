@@ -1,5 +1,5 @@
 """Workers whose steps and copies run on beside their turns, on devices that notice a page or slot which is touched by
-two at a time. A decode worker launches one step ahead.
+two at a time. They launch one step ahead.
 
 A launched operation reads and writes when its delay has passed, which a test chooses; a real device may do so at any
 moment before. So what an operation touches is compared with all that are under way when it is launched, too. Writing
@@ -294,7 +294,7 @@ class OverlappedWorker(RigWorker):
         super().__init__(rig, role, num_pages, config, node, window, recompute_share)
         self.device = OverlappedDevice(num_pages, itertools.cycle(rig.delays), rig.slow_copies, window, rig.groups)
         self._turn: Generator[float, None, bool] | None = None
-        self.most_steps = 2 if role == "decode" else 1
+        self.most_steps = 2
         self.ahead = 0  # chunks that were launched before their tokens were known
         self.late = 0  # rows without a token because of their masks
         self._running: deque[tuple[ScheduledBatch, Operation]] = deque()
