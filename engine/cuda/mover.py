@@ -27,6 +27,7 @@ _PIECE = 2**28
 """Bytes pinned at a time. A piece can be used at once, some kernels of Linux pin at most 2 GiB, and CUDA refuses
 512 GiB. From 64 MiB to 8 GiB a piece took the same time for each byte, and another process's steps went on."""
 _STAGED = 8  # pages that a thread copies at a time
+_PART = 2**22  # bytes that a thread is given at least: less takes as long as handing it over
 _OUT_THREADS = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 """They hash most of the time. Three of them moved 11.6 GB/s out of an H200, and the driver alone 51.8."""
 _CLOSING = 5.0  # seconds that the end of a mover waits for its copies
@@ -62,17 +63,17 @@ Sums: TypeAlias = list[list[int]]
 """Of each slot the checksums of its heads; none of a slot that was not to be verified."""
 
 
-class MovingThread:
-    """Copies that a thread makes."""
+class MovingThreads:
+    """Copies that threads make, each a part of them."""
 
-    def __init__(self, copies: Sequence[Copy], future: Future[Sums]) -> None:
-        self._copies, self._future = copies, future
+    def __init__(self, copies: Sequence[Copy], parts: Sequence[Future[Sums]]) -> None:
+        self._copies, self._parts = copies, parts
 
     def done(self) -> bool:
-        return self._future.done()
+        return all(part.done() for part in self._parts)
 
     def wait(self) -> CopiedIn | CopiedOut:
-        sums = self._future.result()
+        sums = self.sums()
         if isinstance(self._copies[0], CopyOut):
             return copied_out(self._copies, [join_checksums(heads) for heads in sums])
         copies = zip(self._copies, sums, strict=True)
@@ -83,6 +84,10 @@ class MovingThread:
                 for copy, heads in copies
             ],
         )
+
+    def sums(self) -> Sums:
+        """Return the checksums once all copies have been made."""
+        return [heads for part in self._parts for heads in part.result()]
 
 
 class OverlappedMover:
@@ -116,25 +121,32 @@ class OverlappedMover:
         self._arena = _PinnedArena(self._device, arena, self._piece, self._part)
         self._pinning.submit(self._arena.pin)
 
-    def start(self, copies: Sequence[Copy]) -> MovingThread:
-        return MovingThread(copies, self._submit(copies, self._verify))
+    def start(self, copies: Sequence[Copy]) -> MovingThreads:
+        return self._start(copies, self._verify)
 
     def copy(self, copies: Sequence[Copy], *, verify: bool = True) -> Sums:
-        """Make copies in one direction now, on all threads for it, and return the checksums."""
-        share = -(-len(copies) // _OUT_THREADS) if isinstance(copies[0], CopyOut) else len(copies)
-        parts = [self._submit(copies[at : at + share], verify) for at in range(0, len(copies), share)]
-        return [heads for part in parts for heads in part.result()]
+        """Make copies in one direction now, and return the checksums."""
+        return self._start(copies, verify).sums()
 
-    def _submit(self, copies: Sequence[Copy], verify: bool) -> Future[Sums]:
-        arena = self._arena
+    def _start(self, copies: Sequence[Copy], verify: bool) -> MovingThreads:
+        arena, share = self._arena, len(copies)
         assert arena is not None, "a copy without an arena"
+        if isinstance(copies[0], CopyOut):
+            share = max(-(-share // _OUT_THREADS), -(-_PART // arena.slot(copies[0].slot).nbytes))
+        parts = [self._submit(arena, copies[at : at + share], verify) for at in range(0, len(copies), share)]
+        moving = MovingThreads(copies, parts)
+        for part in parts:
+            part.add_done_callback(lambda _: self._alarm() if moving.done() else None)
+        return moving
+
+    def _submit(self, arena: _PinnedArena, copies: Sequence[Copy], verify: bool) -> Future[Sums]:
         arena.enter()
         if isinstance(copies[0], CopyOut):
             future = self._out.submit(self._copy_out, arena, copies)
         else:
             future = self._in.submit(self._copy_in, arena, copies, verify)
         self._under_way = {each for each in self._under_way if not each.done()} | {future}
-        future.add_done_callback(lambda _: self._ended(arena))
+        future.add_done_callback(lambda _: arena.leave())
         return future
 
     def close(self) -> bool:
@@ -144,10 +156,6 @@ class OverlappedMover:
         for pool in (self._in, self._out, self._pinning):
             pool.shutdown(wait=False)
         return not left
-
-    def _ended(self, arena: _PinnedArena) -> None:
-        arena.leave()
-        self._alarm()
 
     def _detach(self) -> None:
         if self._arena is not None:

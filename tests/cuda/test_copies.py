@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Memory:
 def run(seed: int, pieces: int) -> None:
     """Move pages out of the device and back beside steps, some to pages that were copied within the device before; then
     to another arena. Raises for a race, and for a wrong page."""
-    with FakeGpu(seed) as gpu:
+    with FakeGpu(seed) as gpu, patch("engine.cuda.mover._PART", gpu.rng.choice([2, 1_000]) * PAGE_BYTES):
         gpu.pinnable = pieces
         pool = torch.zeros((PAGES, PAGE_BYTES), dtype=torch.uint8, device="cuda")
         gpu.watch_pages(pool, PAGE_BYTES)

@@ -3,8 +3,9 @@ that of `tests/cuda/test_copies.py`."""
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from engine.cuda.mover import OverlappedMover
 from engine.device.page_pool import PagePool
 from engine.runner import Mover
 from kvstore.checksum import page_checksum
-from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
+from kvstore.client.transfer import CopiedIn, CopiedOut, Copy, CopyIn, CopyOut
 from tests.support.threaded_device import ThreadedCopies
 
 PAGE_BYTES, HEADS = 4_096, 4
@@ -63,6 +64,24 @@ def test_pages_go_out_with_their_checksums(rig: Rig) -> None:
     assert moving.done()
     assert result == CopiedOut(3, 0, tuple(page_checksum(rig.arena.slot(copy.slot), HEADS) for copy in copies))
     assert [bytes(rig.arena.slot(copy.slot)) for copy in copies] == [rig.page(copy.page) for copy in copies]
+
+
+@pytest.mark.parametrize(("part", "starts"), [(1, [0, 8, 16]), (10, [0, 10, 20]), (100, [0])])
+def test_the_threads_share_what_goes_out(part: int, starts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cuda.mover._OUT_THREADS", 3)
+    monkeypatch.setattr("engine.cuda.mover._PART", part * PAGE_BYTES)
+    begun: list[int] = []
+    right = OverlappedMover._copy_out
+
+    def copy_out(self: OverlappedMover, arena: Any, copies: Sequence[Copy]) -> Any:
+        begun.append(copies[0].index)
+        return right(self, arena, copies)
+
+    monkeypatch.setattr(OverlappedMover, "_copy_out", copy_out)
+    rig = Rig(100)
+    test_pages_go_out_with_their_checksums(rig)
+    assert sorted(begun) == starts
+    assert rig.mover.close()
 
 
 def test_pages_come_in_and_a_damaged_one_is_told(rig: Rig) -> None:
