@@ -53,6 +53,7 @@ constexpr int64_t kTilesAhead = 16384;  // bytes of weights that are asked for b
 constexpr int64_t kCodesAhead = 16384;  // bytes of codes that are asked for before they are read
 constexpr int64_t kLeastGroup = 16;  // inputs
 constexpr int64_t kBlockInputs = 128;  // of codes that are made factors at a time, for many rows; groups are no larger
+constexpr int64_t kPartGroups = 4;     // whose scales and minimums registers hold, for two vectors of outputs
 static_assert(kBlockInputs >= 2 * kBlockSteps);
 
 }  // namespace
@@ -386,8 +387,8 @@ void group_pass(const From& from, const Scales& scales, const Inputs<T>& x, cons
 #ifdef BATON_TILES
 // Adds what G groups came to, [G][rows][columns], to sums, scaled; with M and minimums.
 template <int G, bool M>
-void add_groups(const Weight& weight, const char* tile, const float* part, const Totals& totals, int64_t rows, int64_t column,
-                int64_t columns, bool first, float* sums) {
+inline void add_groups(const Weight& weight, const char* tile, const float* part, const Totals& totals, int64_t rows,
+                       int64_t column, int64_t columns, bool first, float* sums) {
   for (int64_t c = 0; c < columns; c += 2 * kLanes) {
     Floats scale[G][2], minimum[G][2];
 #pragma GCC unroll 4
@@ -416,36 +417,41 @@ void add_groups(const Weight& weight, const char* tile, const float* part, const
   }
 }
 
-// As `code_tile` below, in tiles of AMX. `words` is for [kBlockInputs] codes made bf16, and behind them what their groups
-// come to.
+// As `code_tile` below, in tiles of AMX. While these multiply the last rows of a block of inputs, vectors make the codes of the
+// next block bf16. `words` is for [kBlockInputs] codes made so, and behind them for what their groups come to.
 template <class Bits>
-void code_tile_in_tiles(const Weight& weight, const char* tile, const Rows<bf16>& x, const Totals& totals, int64_t rows,
-                        int64_t inputs, float* sums, const char* next, uint32_t* words, Tiles& tiles) {
-  const int64_t group = weight.group, bytes = group_bytes(weight), steps = group / 2, all = inputs / group;
+inline void code_tile_in_tiles(const Weight& weight, const char* tile, const Rows<bf16>& x, const Totals& totals, int64_t rows,
+                               int64_t inputs, float* sums, const char* next, uint32_t* words, Tiles& tiles) {
+  const int64_t group = weight.group, bytes = group_bytes(weight), length = least(group / 2, kSpan), spans = group / 2 / length;
+  const int64_t all = inputs / 2 / length, block = least(kBlockInputs / group, kPartGroups) * spans;  // in spans
   auto* const part = reinterpret_cast<float*>(words + kBlockInputs / 2 * kTile);  // [groups of a block][32][32]
-  const int64_t passes = (rows + kTiledRows - 1) / kTiledRows;
-  for (int64_t begin = 0, count; begin < all; begin += count) {
-    count = least(all - begin, kBlockInputs / group);
-    const char* const at = tile + begin * bytes;
-    const int64_t later = (begin - all) * bytes + kCodesAhead;
-    const char* const ahead = later < 0 ? at + kCodesAhead : next + later;
-    for (int64_t g = 0; g < count; ++g)
-      for (int64_t s = 0; s < steps; ++s)
+  const auto make = [&](int64_t span) {
+    if (span >= all) return;
+    const int64_t at = span * bytes / spans, later = at + kCodesAhead - all / spans * bytes;
+    const char* const codes = tile + span / spans * bytes + scale_bytes(weight);
+    const char* const ahead = later < 0 ? tile + at + kCodesAhead : next + later;
+    for (int64_t line = 0; line < bytes / spans / 64; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T1);
+    uint32_t* const to = words + span % block * length * kTile;
+    for (int64_t s = 0, step = span % spans * length; s < length; ++s, ++step)
 #pragma GCC unroll 4
-        for (int j = 0; j < kTile / kLanes; ++j)
-          store_words(words + (g * steps + s) * kTile + j * kLanes, word_of(Bits{}, at + g * bytes + scale_bytes(weight), s, j));
-    for (int64_t p = 0; p < passes; ++p) {
-      const int64_t row = p * kTiledRows, n = least(rows - row, kTiledRows), columns = tiles.columns_of_part(n);
-      const Totals own{totals.at + row * totals.stride + begin, totals.stride};
+      for (int j = 0; j < kTile / kLanes; ++j) store_words(to + s * kTile + j * kLanes, word_of(Bits{}, codes, step, j));
+  };
+  for (int64_t span = 0; span < block; ++span) make(span);
+  for (int64_t begin = 0, count; begin < all; begin += count) {
+    count = least(all - begin, block);
+    const int64_t first = begin / spans, groups = count / spans;
+    for (int64_t row = 0; row < rows; row += kTiledRows) {
+      const int64_t n = least(rows - row, kTiledRows), columns = tiles.columns_of_part(n);
+      const Totals own{totals.at + row * totals.stride + first, totals.stride};
       for (int64_t column = 0; column < kTile; column += columns) {
-        const int64_t lines = p || column ? 0 : bytes / (steps / kSpan) / 64;
-        for (int64_t g = 0; g < count; ++g)
-          tiles.multiply_part(reinterpret_cast<const char*>(words + g * steps * kTile + column),
-                              x.from(row, (begin + g) * group).at, x.stride, n, steps / kSpan, part + g * n * columns,
-                              ahead + g * bytes, lines);
-        with_count<kBlockInputs / (2 * kSpan)>(count, [&](auto some) {
+        const bool makes = row + n == rows && column + columns == kTile;
+        tiles.multiply_groups(words + column, x.from(row, first * group).at, x.stride, n, length, spans, groups, part,
+                              [&](int64_t span) {
+                                if (makes) make(begin + block + span);
+                              });
+        with_count<kPartGroups>(groups, [&](auto some) {
           const auto add = weight.minimums ? add_groups<some, true> : add_groups<some, false>;
-          add(weight, at, part, own, n, column, columns, begin == 0, sums + row * kTile);
+          add(weight, tile + first * bytes, part, own, n, column, columns, begin == 0, sums + row * kTile);
         });
       }
     }
@@ -460,7 +466,7 @@ void code_tile(const Weight& weight, const char* tile, const Rows<T>& x, const T
                float* sums, const char* next, Factors<T>* block, Kept<T>* room, Tiles& tiles) {
 #ifdef BATON_TILES
   if constexpr (kApart<T>)
-    if (rows >= kCodeTilesFrom && weight.group % (2 * kSpan) == 0 && tiles.allowed())
+    if (rows >= kCodeTilesFrom && tiles.allowed())
       return code_tile_in_tiles<Bits>(weight, tile, x, totals, rows, inputs, sums, next, reinterpret_cast<uint32_t*>(block),
                                       tiles);
 #endif
@@ -876,8 +882,9 @@ class Step {
     const Totals totals{own.totals, matrix.weight.minimums ? matrix.inputs / matrix.weight.group : 0};
     if (totals.stride && own.totalled != input.at) {  // for the same rows come in the same parts
       own.totalled = input.at;
-      for (int64_t i = 0; i < count * totals.stride; ++i)
-        own.totals[i] = total(input.from(i / totals.stride, i % totals.stride * matrix.weight.group).at, matrix.weight.group);
+      for (int64_t row = 0; row < count; ++row)
+        for (int64_t g = 0; g < totals.stride; ++g)
+          own.totals[row * totals.stride + g] = total(input.from(row, g * matrix.weight.group).at, matrix.weight.group);
     }
     const auto one = [&](int64_t index, float* sums, const char* then) {
       const char* const tiles = tile_of(matrix, index);

@@ -42,59 +42,61 @@ class Tiles {
   // [16][64] words. With each span, `lines` cache lines are asked for from `ahead` on.
   void multiply(const char* weights, const bf16* x, int64_t stride, int64_t rows, int64_t spans, bool first, float* sums,
                 const char* ahead, int64_t lines) {
-    begin(rows);
+    begin(rows, kSpan);
     const char* const input = reinterpret_cast<const char*>(x);
-    const Asking ask{ahead, lines}, nothing{ahead, 0};
+    const auto ask = [&](int64_t span) {
+      for (int64_t i = span * lines; i < (span + 1) * lines; ++i) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
+    };
     stride *= sizeof(bf16);
-    if (rows <= 16) return side_by_side(weights, input, stride, spans, first, sums, ask);
-    two_by_two(weights, kRow, input, stride, 64, spans, first, sums, kRow, ask);
-    two_by_two(weights + 128, kRow, input, stride, 64, spans, first, sums + 32, kRow, nothing);
+    if (rows <= 16) return side_by_side(weights, input, stride, kSpan, spans, first, sums, ask);
+    two_by_two(weights, kRow, input, stride, 64, kSpan, spans, first, sums, kRow, ask);
+    two_by_two(weights + 128, kRow, input, stride, 64, kSpan, spans, first, sums + 32, kRow, [](int64_t) {});
   }
 
-  // How many columns `multiply_part` takes.
+  // How many columns `multiply_groups` takes.
   static int64_t columns_of_part(int64_t rows) { return rows <= 16 ? 64 : 32; }
 
-  // As `multiply`, of some of the columns, to [rows][those].
-  void multiply_part(const char* weights, const bf16* x, int64_t stride, int64_t rows, int64_t spans, float* part,
-                     const char* ahead, int64_t lines) {
-    begin(rows);
-    const char* const input = reinterpret_cast<const char*>(x);
+  // What each of some groups comes to by itself in some of the columns, to [groups][rows][those]. The spans of groups, of
+  // `words` words each, follow one another. Calls meanwhile(span) with each of them.
+  template <class Meanwhile>
+  void multiply_groups(const uint32_t* weights, const bf16* x, int64_t stride, int64_t rows, int64_t words, int64_t spans,
+                       int64_t groups, float* part, const Meanwhile& meanwhile) {
+    begin(rows, words);
+    const char *own = reinterpret_cast<const char*>(weights), *input = reinterpret_cast<const char*>(x);
     stride *= sizeof(bf16);
-    if (rows <= 16) return side_by_side(weights, input, stride, spans, true, part, Asking{ahead, lines});
-    two_by_two(weights, kRow, input, stride, 64, spans, true, part, kSquareRow, Asking{ahead, lines});
+    for (int64_t group = 0; group < groups; ++group, own += spans * words * kRow, input += spans * words * 4) {
+      const auto during = [&](int64_t span) { meanwhile(group * spans + span); };
+      if (rows <= 16)
+        side_by_side(own, input, stride, words, spans, true, part + group * rows * 64, during);
+      else
+        two_by_two(own, kRow, input, stride, words * 4, words, spans, true, part + group * rows * 32, kSquareRow, during);
+    }
   }
 
   // Adds the products of 32 rows, `stride` words apart, with 32 columns, [spans][16][32] words, to `sums`, [32][32]; `first`:
   // to zero.
   void multiply_square(const uint32_t* columns, const uint32_t* rows, int64_t stride, int64_t spans, bool first, float* sums) {
-    begin(kTiledRows);
+    begin(kTiledRows, kSpan);
     two_by_two(reinterpret_cast<const char*>(columns), kSquareRow, reinterpret_cast<const char*>(rows), stride * 4, 64,
-               spans, first, sums, kSquareRow, Asking{nullptr, 0});
+               kSpan, spans, first, sums, kSquareRow, [](int64_t) {});
   }
 
  private:
-  static constexpr int64_t kRow = 256, kSpanBytes = 16 * kRow;  // of weights
+  static constexpr int64_t kRow = 256;  // of weights
   static constexpr int64_t kSquareRow = kTiledRows * 4;
 
-  // Asks for some cache lines with each span.
-  struct Asking {
-    const char* ahead;
-    int64_t lines;
-    void operator()(int64_t span) const {
-      for (int64_t i = span * lines; i < (span + 1) * lines; ++i) _mm_prefetch(ahead + i * 64, _MM_HINT_T1);
-    }
-  };
-
-  void begin(int64_t rows) {
+  void begin(int64_t rows, int64_t words) {
     asm volatile("" ::: "memory");  // what tiles are loaded from has been written
-    if (rows == rows_) return;
+    if (rows == rows_ && words == words_) return;
     rows_ = rows;
+    words_ = words;
     alignas(64) uint8_t config[64] = {1};
     const int64_t upper = rows < 16 ? rows : 16;
     const int64_t count[8] = {upper, upper, rows <= 16 ? upper : rows - 16, rows <= 16 ? upper : rows - 16, upper,
-                              rows <= 16 ? 16 : rows - 16, 16, 16};
+                              rows <= 16 ? words : rows - 16, words, words};
     for (int tile = 0; tile < 8; ++tile) {
-      config[16 + 2 * tile] = 64;  // bytes of a row
+      const bool inputs = tile == 4 || (tile == 5 && rows > 16);
+      config[16 + 2 * tile] = static_cast<uint8_t>(inputs ? words * 4 : 64);  // bytes of a row
       config[48 + tile] = static_cast<uint8_t>(count[tile]);
     }
     _tile_loadconfig(config);
@@ -122,11 +124,11 @@ class Tiles {
     _tile_stored(3, others + 16, apart);
   }
 
-  static void side_by_side(const char* weights, const char* x, int64_t stride, int64_t spans, bool first, float* sums,
-                           const Asking& ask) {
+  template <class Meanwhile>
+  static void side_by_side(const char* weights, const char* x, int64_t stride, int64_t words, int64_t spans, bool first,
+                           float* sums, const Meanwhile& meanwhile) {
     load(first, sums, sums + 32, kRow);
-    for (int64_t span = 0; span < spans; ++span, weights += kSpanBytes, x += 64) {
-      ask(span);
+    for (int64_t span = 0; span < spans; ++span, weights += words * kRow, x += words * 4) {
       _tile_loadd(4, x, stride);
       _tile_loadd(5, weights, kRow);
       _tile_dpbf16ps(0, 4, 5);
@@ -136,17 +138,19 @@ class Tiles {
       _tile_dpbf16ps(2, 4, 7);
       _tile_loadd(5, weights + 192, kRow);
       _tile_dpbf16ps(3, 4, 5);
+      asm volatile("" ::: "memory");  // it may write to what tiles have been loaded from
+      meanwhile(span);
     }
     store(sums, sums + 32, kRow);
   }
 
   // 32 rows, `stride` bytes apart and those of a span `step` bytes behind those of the one before, times 32 columns.
-  static void two_by_two(const char* weights, int64_t row, const char* x, int64_t stride, int64_t step, int64_t spans,
-                         bool first, float* sums, int64_t apart, const Asking& ask) {
+  template <class Meanwhile>
+  static void two_by_two(const char* weights, int64_t row, const char* x, int64_t stride, int64_t step, int64_t words,
+                         int64_t spans, bool first, float* sums, int64_t apart, const Meanwhile& meanwhile) {
     float* const lower = sums + 16 * (apart / int64_t{sizeof(float)});
     load(first, sums, lower, apart);
-    for (int64_t span = 0; span < spans; ++span, weights += 16 * row, x += step) {
-      ask(span);
+    for (int64_t span = 0; span < spans; ++span, weights += words * row, x += step) {
       _tile_loadd(4, x, stride);
       _tile_loadd(6, weights, row);
       _tile_loadd(7, weights + 64, row);
@@ -155,11 +159,13 @@ class Tiles {
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
+      asm volatile("" ::: "memory");  // it may write to what tiles have been loaded from
+      meanwhile(span);
     }
     store(sums, lower, apart);
   }
 
-  int64_t rows_ = 0;
+  int64_t rows_ = 0, words_ = 0;
   alignas(64) uint8_t before_[64];
 };
 
@@ -171,8 +177,6 @@ class Tiles {
   static bool allowed() { return false; }
   void multiply(const char*, const bf16*, int64_t, int64_t, int64_t, bool, float*, const char*, int64_t) {}
   void multiply_square(const uint32_t*, const uint32_t*, int64_t, int64_t, bool, float*) {}
-  static int64_t columns_of_part(int64_t) { return 0; }
-  void multiply_part(const char*, const bf16*, int64_t, int64_t, int64_t, float*, const char*, int64_t) {}
 };
 
 #endif

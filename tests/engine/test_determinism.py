@@ -328,9 +328,9 @@ if AMX:
         "tiles: spans in another order": [
             (
                 "tiles.h",
-                "for (int64_t span = 0; span < spans; ++span, weights += 16 * row, x += step)",
-                "weights += (spans - 1) * 16 * row, x += (spans - 1) * step;"
-                "for (int64_t span = 0; span < spans; ++span, weights -= 16 * row, x -= step)",
+                "for (int64_t span = 0; span < spans; ++span, weights += words * row, x += step)",
+                "weights += (spans - 1) * words * row, x += (spans - 1) * step;"
+                "for (int64_t span = 0; span < spans; ++span, weights -= words * row, x -= step)",
             )
         ],
         "tiles: keys at a block's end left out": [
@@ -345,12 +345,12 @@ if AMX:
             ("attention.h", "store16(to, load16(to) * shrink);", "store16(to, load16(to));")
         ],
         "codes in tiles: those of the group before": [
-            ("forward.cpp", "at + g * bytes + scale_bytes(weight), s", "at + g / 2 * bytes + scale_bytes(weight), s")
+            ("forward.cpp", "tile + span / spans * bytes +", "tile + span / spans / 2 * bytes +")
         ],
         "codes in tiles: a scale of another group": [("forward.cpp", "tile + g * group_bytes(weight)}", "tile}")],
         "codes in tiles: minimums left out": [("forward.cpp", "weight.minimums ? add_groups<some, true> :", "")],
         "codes in tiles: totals of the first rows": [
-            ("forward.cpp", "totals.at + row * totals.stride + begin", "totals.at + begin")
+            ("forward.cpp", "totals.at + row * totals.stride + first", "totals.at + first")
         ],
         "codes in tiles: a block's sums left out": [
             ("forward.cpp", "begin == 0, sums + row * kTile);", "true, sums + row * kTile);")
@@ -359,6 +359,7 @@ if AMX:
             ("forward.cpp", "load16(part + (g * rows + r) * columns + c + v * kLanes), scale[g][v], so_far[v])",
              "load16(part + (g * rows + r) * columns + c + v * kLanes) * scale[g][v], filled(1.0f), so_far[v])")
         ],
+        "codes in tiles: the next block's made too early": [("forward.cpp", "row + n == rows && column", "column")],
         "inputs in rows that overlap": [("forward.cpp", "stride = stride_of<T>(inner)](", "stride = inner - 2](")],
     }  # fmt: skip
 
