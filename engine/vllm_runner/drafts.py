@@ -44,15 +44,15 @@ def lack(settings: SpeculativeConfig, text: Mapping[str, Any], draft: Mapping[st
         return f"it has {heads} heads, and num_speculative_tokens is {count}: lower that" if heads < count else ""
     if (words := other.count("vocab_size")) != own.count("vocab_size"):
         return f"it has {words} tokens and the model's vocabulary {own.count('vocab_size')}"
-    (heads, width), kept = _kept(own), _kept(other)
-    if kept != (heads, width):
+    (heads, width), (own_heads, own_width) = _kv_shape(other), _kv_shape(own)
+    if (heads, width) != (own_heads, own_width):
         return (
-            f"its layers keep {kept[0]} KV heads of {kept[1]} elements and the model's {heads} of {width}: pages have "
-            "layers of one kind"
+            f"its layers keep {heads} KV heads of {width} elements and the model's {own_heads} of {own_width}: pages "
+            "have layers of one kind"
         )
     return ""
 
 
-def _kept(config: ConfigFile) -> tuple[int, int]:
+def _kv_shape(config: ConfigFile) -> tuple[int, int]:
     """KV heads and the elements of each."""
     return config.count("num_key_value_heads", config.count("num_attention_heads")), config.head_dim()

@@ -65,9 +65,9 @@ class BatonDraw(ABC):
         return self._runner.model.compute_logits(self.hidden[tokens])
 
     def _tokens(self, logits: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        """Draw for the rows of `names` that have a draw: from `logits`, [requests, vocab], or where there are proposals
-        from the logits of each of their rows, which `logits` are already if vLLM knows of proposals. Return [requests,
-        tokens] on their device, with -1 behind the last."""
+        """Draw for the rows of `names` that have a draw. `logits` are [requests, vocab]; or of each row, if vLLM has a
+        draft and the step proposals. Else those of rows with proposals are computed here. Return [requests, tokens] on
+        their device, with -1 behind the last."""
         if self.measured:
             names = list(map(str, range(len(logits))))
             self.rows = dict.fromkeys(names, _LARGEST_DRAW)

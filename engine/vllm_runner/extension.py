@@ -207,13 +207,10 @@ class BatonExtension:
         return draw.drawn, scores, (), self._baton_drafts()
 
     def _baton_drafts(self) -> Mapping[str, Sequence[int]]:
-        if (taken := self.model_runner.take_draft_token_ids()) is None:
+        if (drafts := self.model_runner.take_draft_token_ids()) is None:
             return {}
-        return {
-            name: each
-            for name, each in zip(taken.req_ids, taken.draft_token_ids, strict=True)
-            if name in self.baton_draw.drawn
-        }
+        pairs = zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
+        return {name: each for name, each in pairs if name in self.baton_draw.drawn}
 
     def _baton_part_of(self, layers: int) -> slice:
         """The bytes of this rank's heads in a page of so many layers."""

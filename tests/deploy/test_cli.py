@@ -182,10 +182,10 @@ def test_paths_and_names_of_each_model_are_settled(model: Path, tmp_path: Path, 
     assert [pool.model.speculation_heads for pool in config.pools()] == [str(tmp_path / "model"), ""]
     config = _settle(load(overrides=first | draft, further=["other"]), lambda _: None)
     assert [pool.model.draft_model for pool in config.pools()] == [str(tmp_path / "model"), ""]
-    own = {"method": "eagle", "model": "model", "num_speculative_tokens": 2}
-    config = _settle(load(overrides=first | {"model.speculative_config": own}, further=["other"]), lambda _: None)
-    settled = [pool.model.speculative_config for pool in config.pools()]
-    assert settled == [SpeculativeConfig(**own | {"model": str(tmp_path / "model")}), None]
+    own = {"model.speculative_config": {"method": "eagle", "model": "model", "num_speculative_tokens": 2}}
+    config = _settle(load(overrides=first | own, further=["other"]), lambda _: None)
+    settled = SpeculativeConfig(method="eagle", model=str(tmp_path / "model"), num_speculative_tokens=2)
+    assert [pool.model.speculative_config for pool in config.pools()] == [settled, None]
     assert [pool.model.path for pool in config.pools()] == [str(tmp_path / name) for name in ("model", "other")]
     assert [pool.model.served_names for pool in config.pools()] == [("mine",), ("other",)]
     assert [pool.cluster.decode for pool in config.pools()] == [2, 2]

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.
     """Steps until all have drawn `COUNT`: of all members with all proposals; with `most` below one, of random members,
     with some proposals left out, some wrong, and some masks late. Return how many proposals there were, and how many
     were right."""
-    rng, made, right = random.Random(seed), 0, 0
+    rng, count, right = random.Random(seed), 0, 0
     guesses: dict[Generation, Sequence[int]] = {}
     while unfinished := [one for one in sequences if len(one.drawn) < COUNT]:
         running = unfinished if most == 1.0 else rng.sample(unfinished, rng.randint(1, len(unfinished)))
@@ -115,8 +116,8 @@ def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.
             take(one, chunk, drawn) if chunk.sample is not None else one.take(chunk, None)
             assert (number in model.proposals) == bool(drawn)
             guesses[one] = model.proposals.get(number, ())
-            made, right = made + len(chunk.verify), right + max(0, len(drawn) - 1)
-    return made, right
+            count, right = count + len(chunk.verify), right + max(0, len(drawn) - 1)
+    return count, right
 
 
 @pytest.mark.technique("vLLM's own drafts, token-identical")
@@ -136,8 +137,8 @@ def test_a_model_that_drafts_for_itself_is_right(runner: Loaded):
     """Greedy and drawn. A guess beyond the pages of its sequence has no K and V. In a flat distribution one may fall
     on a token less likely than those that guesses are drawn from."""
     sequences = members(DRAWS[:2] * 2)
-    made, right = drafted(runner("draft_model"), sequences)
-    assert right > 0.9 * made
+    count, right = drafted(runner("draft_model"), sequences)
+    assert right > 0.9 * count
 
 
 def guessed(model: VllmRunner, prompt: Sequence[int], size: int = 1_000) -> tuple[Generation, Sequence[int]]:
@@ -171,7 +172,7 @@ def test_eagle_3_has_a_vocabulary_of_its_own(runner: Loaded):
 @torch.inference_mode()
 def test_eagles_layer_guesses_from_hidden_states_and_its_own(paths: Callable, drafts: Callable, runner: Loaded):
     weights = load_file(drafts("eagle") / "model.safetensors")
-    layer = LlamaModel(LlamaConfig.from_pretrained(drafts("eagle"))).eval()
+    layer: Any = LlamaModel(LlamaConfig.from_pretrained(drafts("eagle"))).eval()
     layer.layers[0].input_layernorm = layer.norm = torch.nn.Identity()
     layer.load_state_dict(weights, strict=False)
     model = checkpoints.reference(paths("llama")).model
