@@ -153,8 +153,8 @@ class BatonExtension:
         return self.baton_hash(slots) if check and not whole else sums
 
     def _baton_copy(self, dest: Any, source: Any, slot: int, *, check: bool) -> list[int]:
-        """Copy a page, with `check` head by head. Return the checksums of the heads in the slot, each taken while the
-        cache still has it."""
+        """Copy a page. With `check`, copy head by head, hash each in the slot while the cache still has it, and return
+        the checksums."""
         if not check:
             np.copyto(dest, source)
             return []
