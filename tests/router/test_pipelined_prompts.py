@@ -173,16 +173,16 @@ class Ring:
         lab.submit(prompt=self.prompt)
         assert not lab.sent(msg.Prefill)
         lab.say(self.decode, msg.Accepted("r", 1))
-        told = {
+        parts = {
             order.ring.place: (order.ring, name)
             for name in names
             for order in lab.sent(msg.Prefill, name)
             if order.ring
         }
-        self.parts = [told[place][0] for place in range(workers)]
-        self.main, *self.helpers = (told[place][1] for place in range(workers))
+        self.parts = [parts[place][0] for place in range(workers)]
+        self.main, *self.helpers = (parts[place][1] for place in range(workers))
 
-    def end(self, attempts: int = 1, computed: int | None = None) -> None:
+    def end(self, attempts: int = 1) -> None:
         lab, pages = self.lab, -(-(self.prompt - 1) // PAGE)
         lab.say(self.main, msg.Prefilled("r", attempts, self.prompt - 1, hit=0, stored=pages, compute_ms=60_000))
         lab.say(self.decode, msg.Started("r", attempts, device_pages=0, fetched_pages=pages))
