@@ -92,12 +92,14 @@ class Prompt:
     def together(self, engines: Sequence[Engine]) -> None:
         for place, engine in enumerate(engines):
             self.begin(engine, place)
-        with ThreadPoolExecutor() as pool:
+        with ThreadPoolExecutor(len(engines)) as pool:
             list(pool.map(lambda pair: self.compute(pair[1], pair[0]), enumerate(engines)))
 
 
 @pytest.mark.parametrize(("name", "kv", "threads"), [("llama", "auto", 1), ("gemma3", "auto", 2), ("llama", "int8", 2)])
-@pytest.mark.parametrize(("tokens", "workers", "size"), [(16 * 21, 2, 3), (16 * 21 + 5, 3, 2), (16 * 10 + 1, 2, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "workers", "size"), [(16 * 21, 2, 3), (16 * 21 + 5, 3, 2), (16 * 10 + 1, 2, 4), (16 * 21 + 5, 8, 2)]
+)
 def test_the_last_worker_has_the_bits_that_one_alone_makes(
     engines: Engines,
     arena: Callable[[Sequence[Engine]], None],
