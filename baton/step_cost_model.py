@@ -20,11 +20,6 @@ before that fits (a proximal term), so that steps which are all alike lead to no
 A few steps in a row that were all far slower, or all far faster, are no accident: the machine has changed, and those
 remembered are taken to have lasted so many times as long.
 
-Where the same sequences go on, or always one, steps can't tell a row's cost from the fixed one. Fitted to thousands of
-them while the machine became slower and faster, a row cost anything in the end. So a fit to the first few of them holds
-the coefficients' ratios. The others only tell of the machine's pace. All coefficients, and all times that are
-remembered, follow it.
-
 Pure: the times are given.
 """
 
@@ -34,7 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import exp, log
 from typing import TypeAlias
 
 import numpy as np
@@ -47,23 +41,16 @@ _Array: TypeAlias = npt.NDArray[np.float64]
 _REMEMBERED = 64  # steps of each kind
 _KEEP = 0.98  # weight of a step beside the next one of its kind
 _NEAR = 0.02  # how much the last estimate counts beside what is remembered
-_HOLD = 4.0  # the same of a change of ratios, where the same sequences go on
-_SMALLEST = 0.1  # of the largest part of the times: a smaller one may change as if it were so large
 _SMALL = 0.1  # relative errors up to this are squared, larger ones absolute
 _GROSS = 1.0  # the larger an error beyond this, the less it moves
 _FAR = 1.5  # times what was expected, or a part of it
 _BELIEVED = 4  # steps that far off in a row
-_SAME = 8  # steps of the same sequences that are fitted to
-_LONGER = 256  # tokens by which each of these has become longer, at most, since the last step that was told of
-_PACE = 0.1  # part of the logarithm of a later step's error by which the machine's pace changes
-_LEAP = 0.5  # that logarithm, at most
 _HEIRLOOM = 4.0  # steps of each kind that others' experience counts as
 _ROUNDS = 32  # until they make no difference
 _WILD = 10.0  # times what was expected, or a part of it: nothing could be expected
 _AS_EXPECTED = 0.05  # relative error of a step that is learned from with others
 _AT_ONCE = 32  # of these: a router has many workers, and a round takes a tenth of a millisecond
 _SHORTEST, _LONGEST = 1e-9, 1e9  # seconds of any step
-_CONTEXT = 4  # which coefficient
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +90,6 @@ class StepCostModel:
         self._far: tuple[dict[int, float], dict[int, float]] = ({}, {})
         """Of each kind the last in a row that took far longer than expected, or far shorter: where they are remembered,
         and how many times as long they took."""
-        self._alike = (0, 0, 0)  # rows and context of the last step without prompts, and steps of its sequences before
 
     @classmethod
     def from_peers(cls, elders: Sequence[StepCostModel]) -> StepCostModel:
@@ -131,7 +117,7 @@ class StepCostModel:
         """Learn from some steps, in their order. Those of nothing, and times that are none, teach nothing."""
         self._remember_all(steps)
         if self._news >= _AT_ONCE:
-            self._fit(_HOLD if self._alike[2] else 0.0)
+            self._fit()
 
     def calibrate(self, steps: Sequence[StepSample] = ()) -> None:
         """Learn as much as these steps can tell: as many rounds as make a difference."""
@@ -153,28 +139,8 @@ class StepCostModel:
 
     def _remember_all(self, steps: Sequence[StepSample]) -> None:
         for step in steps:
-            if step.tokens + step.rows == 0 or not _SHORTEST <= step.seconds <= _LONGEST:
-                continue
-            if self._same_again(step) and (expected := self.seconds(rows=step.rows, context=step.context)):
-                self._scale(exp(_PACE * min(max(log(step.seconds / expected), -_LEAP), _LEAP)))
-            else:
+            if step.tokens + step.rows > 0 and _SHORTEST <= step.seconds <= _LONGEST:
                 self._remember(step)
-
-    def _same_again(self, step: StepSample) -> bool:
-        """Whether the same sequences, or one at a time, have gone on for a while, in contexts that are not far longer
-        than those remembered."""
-        if step.tokens:
-            return False
-        rows, context, before = self._alike
-        known = step.context <= _FAR * self._amounts[0, :, _CONTEXT].max()
-        same = known and step.rows == rows and (rows == 1 or 0 <= step.context - context <= _LONGER * rows)
-        self._alike = (step.rows, step.context, before + 1 if same else 0)
-        return same and before >= _SAME
-
-    def _scale(self, factor: float) -> None:
-        """The machine's pace has changed."""
-        self.cost = StepCoefficients(*(factor * each for each in self.cost.coefficients))
-        self._seconds = np.clip(factor * self._seconds, _SHORTEST, _LONGEST)
 
     def _remember(self, step: StepSample) -> None:
         """In place of the oldest of its kind."""
@@ -210,10 +176,10 @@ class StepCostModel:
             run.clear()
             self._fit()
 
-    def _fit(self, hold: float = 0.0) -> None:
+    def _fit(self) -> None:
         """One round. The minimum over x ≥ 0 of  Σ weight · (amounts · x / expected − seconds / expected)²  +
-        near · Σᵢ momentsᵢᵢ · (xᵢ − lastᵢ)²  +  hold · Σᵢ (xᵢ / lastᵢ − s)²  for the best s, in units that make every
-        momentsᵢᵢ 1. What no step had any of stays as it was."""
+        near · Σᵢ momentsᵢᵢ · (xᵢ − lastᵢ)², in units that make every momentsᵢᵢ 1. What no step had any of stays as it
+        was."""
         self._news = 0
         cost = np.array(self.cost.coefficients)
         amounts, seconds = self._amounts.reshape(-1, len(cost)), self._seconds.reshape(-1)
@@ -225,14 +191,8 @@ class StepCostModel:
         moments = weighted @ amounts
         unit = np.sqrt(moments.diagonal())
         unit[unit == 0] = 1.0  # `near` alone speaks for what no step had any of
-        parts = unit * cost  # of the times, as the last estimate has them
-        per = np.divide(1.0, np.maximum(parts, _SMALLEST * parts.max()), out=np.zeros(len(unit)), where=parts > 0)
-        along = per * per * parts
-        near = _NEAR * np.eye(len(unit)) + hold * np.diag(per * per)
-        if hold and parts.any():
-            near -= hold * np.outer(along, along) / (along @ parts)
-        matrix = moments / (unit * unit[:, None]) + near
-        least = _least(matrix, weighted @ seconds / unit + near @ parts)
+        matrix = moments / (unit * unit[:, None]) + _NEAR * np.eye(len(unit))
+        least = _least(matrix, weighted @ seconds / unit + _NEAR * unit * cost)
         self.cost = StepCoefficients(*(least / unit).tolist())
 
 

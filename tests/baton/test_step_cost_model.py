@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import astuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -176,44 +176,6 @@ def test_what_prompts_cost_is_not_forgotten_without_prompts() -> None:
     teach(pace, 5_000, decoding, noise=0.1)
     size = (512, pairs(512), 8, 4_000)
     assert pace.seconds(*size) == pytest.approx(MACHINE.of(*size), rel=0.1)
-
-
-def price_of(pace: StepCostModel, cost: StepCoefficients, rows: int) -> tuple[float, float]:
-    """What it says that so many rows take, beside what they do; and the same of what they take more than one."""
-    work = {"rows": rows, "context": 4_000}
-    one = {"rows": 1, "context": 4_000}
-    more = (pace.seconds(**work) - pace.seconds(**one)) / (cost.of(**work) - cost.of(**one))
-    return pace.seconds(**work) / cost.of(**work), more
-
-
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 1_000), slower=st.floats(1.0, 1.5), row=st.floats(200e-6, 2e-3), streams=st.integers(1, 10),
-    begin=st.sampled_from([0.8, 1.0, 1.25]),
-)  # fmt: skip
-@example(seed=0, slower=1.4, row=400e-6, streams=1, begin=1.0)
-def test_what_rows_cost_is_not_forgotten_where_there_is_one(
-    seed: int, slower: float, row: float, streams: int, begin: float
-) -> None:
-    rng, machine = random.Random(seed), replace(MACHINE, fixed=0.012, row=row)
-    pace = teach(StepCostModel(), 100, cost=machine, noise=0.03, seed=seed)
-    for _ in range(streams):
-        context = rng.randrange(100, 2_000)
-        for step in range(5_000 // streams):
-            factor = begin * (slower if step // 200 % 2 else 1.0)
-            pace.observe(
-                StepSample(
-                    0, 0, 1, context + step, factor * machine.of(0, 0, 1, context + step) * math.exp(rng.gauss(0, 0.05))
-                )
-            )
-    now = times(factor, machine)
-    assert pace.seconds(rows=1, context=context) == pytest.approx(now.of(rows=1, context=context), rel=0.1)
-    price, more = price_of(pace, now, 8)
-    assert price == pytest.approx(1, abs=0.15)
-    assert more == pytest.approx(1, abs=0.6)
-    for _ in range(16):
-        pace.observe(StepSample(0, 0, 8, 4_000, now.of(0, 0, 8, 4_000) * math.exp(rng.gauss(0, 0.05))))
-    assert price_of(pace, now, 8)[0] == pytest.approx(1, abs=0.1)
 
 
 def test_a_larger_step_than_any_before_is_believed() -> None:
