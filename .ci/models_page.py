@@ -82,9 +82,10 @@ of inputs are left aside.
 |---|---|---|
 | `int-quantized` | 8; tensor, channel, group | 8 bits |
 | `pack-quantized` | 4 and 8; tensor, channel, group, with zeros or without, `actorder` | 4 and 8 bits |
-| `float-quantized` | 8 (E4M3); tensor, channel | 8 bits |
-| others, such as `nvfp4-pack-quantized` | all | [refused by name](../tests/engine/test_formats.py) |
-| FP8 | block, group | refused by name |
+| `float-quantized` | 8 (E4M3); tensor, channel, block of 128 x 128 | 8 bits |
+| `mxfp4-pack-quantized`, `nvfp4-pack-quantized` | 4 (E2M1); groups of 32, of 16 | 8 bits: doubled, they are integers |
+| others, such as `marlin-24` | all | [refused by name](../tests/engine/test_formats.py) |
+| FP8 | group | refused by name |
 
 ### Quantized when they are loaded
 
@@ -227,10 +228,13 @@ VLLM_TESTS = {
 """By column: the file and the test. They are read and not imported: vLLM has an environment of its own."""
 _FORMATS = {
     "fp8-blocks": "FP8 in blocks of 128 x 128",
+    "fp8-blocks-ct": "the same (compressed-tensors)",
     "int8": "int8, weights by row and inputs by token (compressed-tensors W8A8)",
     "fp8": "FP8, weights by row and inputs by token (compressed-tensors W8A8)",
     "int8-groups": "int8 in groups (compressed-tensors)",
     "int4": "int4 in groups, packed, with zeros (compressed-tensors)",
+    "mxfp4": "MXFP4 (compressed-tensors)",
+    "nvfp4": "NVFP4 (compressed-tensors)",
     "gptq": "GPTQ, 4 and 8 bits, with act-order",
     "awq": "AWQ, 4 bits",
 }

@@ -99,6 +99,11 @@ def _fp8_blocks(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": codes, "weight_scale_inv": scale}, codes.float() * spread
 
 
+def _fp8_block_scales(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    parts, meant = _fp8_blocks(weight)
+    return {"weight": parts["weight"], "weight_scale": parts["weight_scale_inv"]}, meant
+
+
 def _grouped(weight: torch.Tensor, *, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """4-bit codes [in, out], and scales and zeros [groups, out]."""
     columns = weight.T.reshape(-1, _GROUP, len(weight))  # [groups, group, out]
@@ -184,6 +189,31 @@ def _int4_act_order(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return parts, _meant(codes, scale, zero)[:, place]
 
 
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _fp4(weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of E2M1, two in a byte, and what they mean; `scale` is of groups [out, groups]."""
+    groups = weight.unflatten(1, (scale.shape[1], -1)) / scale[:, :, None]
+    codes = (groups.abs()[..., None] - _E2M1).abs().argmin(dim=-1)
+    meant = _E2M1[codes] * groups.sign() * scale[:, :, None]
+    codes = (codes + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    return codes[:, ::2] | codes[:, 1::2] << 4, meant.flatten(1)
+
+
+def _mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    exponent = weight.unflatten(1, (-1, 32)).abs().amax(dim=2).log2().floor() - 2
+    packed, meant = _fp4(weight, exponent.exp2())
+    return {"weight_packed": packed, "weight_scale": (exponent + 127).to(torch.uint8)}, meant
+
+
+def _nvfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    whole = 448 * 6 / weight.abs().amax()
+    scale = (weight.unflatten(1, (-1, 16)).abs().amax(dim=2) / 6 * whole).to(torch.float8_e4m3fn)
+    packed, meant = _fp4(weight, scale.float() / whole)
+    return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole[None]}, meant
+
+
 def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     codes, scale, zero = _grouped(weight, symmetric=False)
     parts = {"qweight": _packed(codes, _AWQ_ORDER), "qzeros": _packed(zero, _AWQ_ORDER), "scales": scale.half()}
@@ -222,12 +252,20 @@ FORMATS: Mapping[str, Format] = {
     "int8": Format(_compressed("int", "int-quantized"), _int8, _int8_rows),
     "fp8": Format(_compressed("float", "float-quantized"), _fp8, _fp8_rows),
     "fp8-blocks": Format({"quant_method": "fp8", "weight_block_size": [128, 128]}, _fp8_blocks),
+    "fp8-blocks-ct": Format(
+        _in_groups(8, "float-quantized", type="float", strategy="block", block_structure=[128, 128], group_size=None),
+        _fp8_block_scales,
+    ),
     "int8-groups": Format(_in_groups(8, "int-quantized"), _int8_groups),
     "int4": Format(_in_groups(4, "pack-quantized"), _int4),
     "int4-zeros": Format(
         _in_groups(4, "pack-quantized", symmetric=False), lambda weight: _int4(weight, symmetric=False)
     ),
     "int4-act-order": Format(_in_groups(4, "pack-quantized", actorder="group"), _int4_act_order),
+    "mxfp4": Format(_in_groups(4, "mxfp4-pack-quantized", type="float", group_size=32), _mxfp4),
+    "nvfp4": Format(
+        _in_groups(4, "nvfp4-pack-quantized", type="float", group_size=16, strategy="tensor_group"), _nvfp4
+    ),
     "gptq": Format(_GPTQ, _gptq),
     "gptq-act-order": Format({**_GPTQ, "sym": False, "desc_act": True}, _gptq_act_order),
     "awq": Format(

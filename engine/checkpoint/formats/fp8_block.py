@@ -34,19 +34,19 @@ def describe(settings: Mapping[str, Any]) -> WeightSpec:
 
 
 class Fp8Block:
-    """Matrices in FP8 blocks."""
+    """Matrices in FP8 blocks. `scale` is what their scales are called."""
 
-    def __init__(self, spec: WeightSpec) -> None:
-        pass
+    def __init__(self, spec: WeightSpec, scale: str = "weight_scale_inv") -> None:
+        self._scale = scale
 
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
-        return {f"{name}.weight": shape, f"{name}.weight_scale_inv": _blocks(shape)}
+        return {f"{name}.weight": shape, f"{name}.{self._scale}": _blocks(shape)}
 
     def read(self, name: str, shape: Shape, take: Take) -> AffineGroups:
         rows, columns = shape
         codes = checked_floats(f"{name}.weight", take(f"{name}.weight", shape, (torch.float8_e4m3fn,)))
         group = math.gcd(columns, BLOCK)  # the last block of a row may have less inputs
-        place = f"{name}.weight_scale_inv"
+        place = f"{name}.{self._scale}"
         scales = checked_scale(place, take(place, _blocks(shape), FLOATS))
         scales = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK // group, 1)[:, : columns // group]
         return AffineGroups(codes, scales, None, 8)
