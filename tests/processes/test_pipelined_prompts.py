@@ -39,7 +39,8 @@ def test_several_workers_compute_a_prompt(start: Callable[..., LocalCluster], pa
     eventually(lambda: (store := process(cluster, "store-0")) and store.pages_known >= 8, what="sealed pages")
     with Client(cluster.address, cluster.operator) as client:
         (request,) = client.requests(timeout=DEADLINE)
-        (attempt,) = client.explain(request.request_id, timeout=DEADLINE).attempts
+        before = client.explain(request.request_id, timeout=DEADLINE).attempts
+        attempt = before[-1]  # on a slow machine a worker may have lost patience with the others
         (note,) = (each for each in attempt.notes if " compute chunks of 2 pages in turn" in each)
         places = note.partition(" compute")[0].replace(" and ", ", ").split(", ")
         assert (len(places), places[0]) == (2, attempt.prefill_worker)
@@ -48,8 +49,8 @@ def test_several_workers_compute_a_prompt(start: Callable[..., LocalCluster], pa
         future.result(DEADLINE)
         attempts = client.explain(request.request_id, timeout=DEADLINE).attempts
     if victim == 0:
-        assert (attempts[1].predicted.cached_tokens or 0) > 0, "the pages that were sealed are not computed again"
+        assert (attempts[len(before)].predicted.cached_tokens or 0) > 0, "the pages that were sealed are not computed again"
     else:
-        assert len(attempts) == 1, "the prefill worker goes on alone"
+        assert len(attempts) == len(before), "the prefill worker goes on alone"
     assert streams.seen == [expected(path, PROMPT, OUTPUT)]
     eventually(lambda: at_rest(cluster), what="everything freed")
