@@ -249,7 +249,7 @@ async def test_calls_that_the_request_insists_on(tmp_path: Path, monkeypatch: py
             assert (answer.reasoning, answer.content, len(answer.tool_calls)) == ("Hmm.", None, 1)
             assert json.loads(answer.tool_calls[0].function.arguments) == WEATHER
         forced: Any = {"model": "", "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
-        wrong = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no such"}}}]
+        wrong = [{"type": "function", "function": {"name": "f", "parameters": {"required": [5]}}}]
         with pytest.raises(openai.BadRequestError) as error:
             await door.chat.completions.create(**forced | {"tools": wrong})
         assert error.value.param == "tools"
