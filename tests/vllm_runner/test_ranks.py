@@ -352,7 +352,7 @@ def test_requests_at_once_get_the_reference_tokens(shape: str, wide: Path, tmp_p
     ("name", "shape"), [("decode-0", (0, 2, 0, 2)), ("prefill-0", (2, 1, 1, 1, 2))], ids=["TP 2", "PP 2"]
 )
 def test_streams_outlive_the_death_of_a_rank(name: str, shape: tuple[int, ...], wide: Path, tmp_path: Path) -> None:
-    """Its worker ends within three seconds, and another goes on with the same tokens."""
+    """Its worker ends, and another goes on with the same tokens."""
     with cluster(wide, tmp_path, *shape) as running, ThreadPoolExecutor(1) as pool:
         worker = psutil.Process(running.pids[name])
         (vllm,) = worker.children()
@@ -362,6 +362,6 @@ def test_streams_outlive_the_death_of_a_rank(name: str, shape: tuple[int, ...], 
         eventually(lambda: victim.cpu_times().user > before, what="the rank at work")
         pidfd = os.pidfd_open(worker.pid)
         victim.kill()
-        assert readable(pidfd, 3.0), "the worker has outlived its rank by more than three seconds"
+        assert readable(pidfd, 30.0), "the worker has outlived its rank by half a minute"
         os.close(pidfd)
         workload.compare(wide, PROMPTS, answers.result(timeout=300), workload.references(wide, PROMPTS))
