@@ -49,7 +49,7 @@ def test_several_workers_compute_a_prompt(start: Callable[..., LocalCluster], pa
         future.result(DEADLINE)
         attempts = client.explain(request.request_id, timeout=DEADLINE).attempts
     if victim == 0:
-        assert (attempts[len(before)].predicted.cached_tokens or 0) > 0, "the pages that were sealed are not computed again"
+        assert (attempts[len(before)].predicted.cached_tokens or 0) > 0, "pages that were sealed are not computed again"
     else:
         assert len(attempts) == len(before), "the prefill worker goes on alone"
     assert streams.seen == [expected(path, PROMPT, OUTPUT)]
