@@ -2,8 +2,7 @@
 
 A page in the arena has the form in which the kernels here keep K and V of a block (`kvstore.layout`), heads outermost.
 So a copy is a plain one: on a GPU, whose blocks lie as pages do, one move of contiguous bytes; on a CPU, whose layers
-lie apart, one move for each head and layer. There NumPy copies. torch takes 1.4 times as long, and divides a page among
-threads whose meeting costs more.
+lie apart, one move for each head and layer.
 """
 
 # pyright: reportMissingImports=false
@@ -12,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from baton.errors import UnsupportedModel
@@ -25,7 +23,7 @@ from engine.vllm_runner.messages import Row
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.ranks import die_with_parent, serve_beside
 from kvstore.arena.memory import Arena
-from kvstore.checksum import checksum, head_checksums
+from kvstore.checksum import head_checksums
 from kvstore.client.transfer import CopyIn, CopyOut
 from kvstore.layout import LATENT, PAIRED, STATES
 
@@ -107,14 +105,12 @@ class BatonExtension:
         page, which lie outermost, or all of latents; and of them the layers of its stage, which has so many."""
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), slots, page_bytes)
         self._baton_arena, self._baton_part = arena, self._baton_part_of(sum(layers))
-        _, heads, own, _ = self._baton_blocks.shape
+        _, heads, own, width = self._baton_blocks.shape
         first = sum(layers[: self._baton_stage])
+        pages = torch.frombuffer(arena.view, dtype=self._baton_blocks.dtype).view(slots, -1, heads, sum(layers), width)
+        self._baton_slots = pages[:, self._baton_place, :, first : first + own]
         if self._baton_mover is not None:
             self._baton_mover.attach(arena)
-            return
-        self._baton_host = self._baton_blocks.view(torch.uint8).numpy()
-        pages = np.frombuffer(arena.view, np.uint8).reshape(slots, -1, heads, sum(layers), self._baton_host.shape[-1])
-        self._baton_slots = pages[:, self._baton_place, :, first : first + own]
 
     def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
         """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there, as `baton_hash`.
@@ -124,10 +120,9 @@ class BatonExtension:
         if self._baton_mover is not None:
             pairs = enumerate(zip(blocks, slots, strict=True))
             return self._baton_mover.copy([CopyOut(0, index, block, slot) for index, (block, slot) in pairs])
-        return [
-            self._baton_copy(self._baton_slots[slot], self._baton_host[block], slot, check=self._baton_stages == 1)
-            for block, slot in zip(blocks, slots, strict=True)
-        ]
+        for block, slot in zip(blocks, slots, strict=True):
+            self._baton_slots[slot].copy_(self._baton_blocks[block])
+        return self.baton_hash(slots) if self._baton_stages == 1 else [[] for _ in slots]
 
     def baton_hash(self, slots: Sequence[int]) -> list[list[int]]:
         """Return the checksums of this rank's heads in each slot, with the layers of all stages: by the ranks of the
@@ -145,24 +140,9 @@ class BatonExtension:
             pairs = enumerate(zip(slots, blocks, strict=True))
             copies = [CopyIn(0, index, slot, block, 0) for index, (slot, block) in pairs]
             return self._baton_mover.copy(copies, verify=check)
-        whole = check and self._baton_stages == 1  # else the rank of the first stage hashes all layers
-        sums = [
-            self._baton_copy(self._baton_host[block], self._baton_slots[slot], slot, check=whole)
-            for slot, block in zip(slots, blocks, strict=True)
-        ]
-        return self.baton_hash(slots) if check and not whole else sums
-
-    def _baton_copy(self, dest: Any, source: Any, slot: int, *, check: bool) -> list[int]:
-        """Copy a page. With `check`, copy head by head, hash each in the slot while the cache still has it, and return
-        the checksums."""
-        if not check:
-            np.copyto(dest, source)
-            return []
-        sums: list[int] = []
-        for place, head in enumerate(self._baton_slots[slot]):
-            np.copyto(dest[place], source[place])
-            sums.append(checksum(head.data))
-        return sums
+        for slot, block in zip(slots, blocks, strict=True):
+            self._baton_blocks[block].copy_(self._baton_slots[slot])
+        return self.baton_hash(slots) if check else [[] for _ in slots]
 
     def baton_duplicate(self, source: int, dest: int) -> None:
         if self._baton_copies is not None:
