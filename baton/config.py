@@ -600,7 +600,7 @@ class _SingleKeys(yaml.SafeLoader):
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_bytes(), _SingleKeys)  # noqa: S506 - it is a SafeLoader
+        tree = _SingleKeys(path.read_bytes()).get_single_data()
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None
     except (yaml.YAMLError, RecursionError) as error:

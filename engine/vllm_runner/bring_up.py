@@ -195,16 +195,15 @@ def engine_arguments(order: Load) -> dict[str, Any]:
     vLLM compiles the model, and on a GPU captures graphs. Where it finds out how many pages fit, it also
     finds out how long a sequence may be (-1).
     """
+    rows = order.max_rows + order.companion
     arguments: dict[str, Any] = {
         "model": order.path,
         "dtype": order.dtype,
         "kv_cache_dtype": order.kv_cache_dtype,
         "block_size": order.page_size,
-        "max_num_seqs": order.max_rows + order.companion,
+        "max_num_seqs": rows,
         # A draft model takes each row's next token besides.
-        "max_num_batched_tokens": order.max_tokens
-        + order.companion
-        + bool(order.drafts) * (order.max_rows + order.companion),
+        "max_num_batched_tokens": order.max_tokens + order.companion + (rows if order.drafts else 0),
         "worker_extension_cls": EXTENSION,
         "gpu_memory_utilization": order.memory_share,
         "enforce_eager": order.eager,

@@ -127,7 +127,7 @@ def _text_of(part: Any) -> str | None:
         case {"type": "document", "source": {"type": "content", "content": [*inner]}} | {
             "type": "search_result", "content": [*inner]
         }:  # fmt: skip
-            texts: list[Any] = [one.get("text") if isinstance(one, dict) else None for one in inner]  # pyright: ignore
+            texts: list[Any] = [cast("Json", one).get("text") if isinstance(one, dict) else None for one in inner]
             return _titled(part, texts) if all(isinstance(text, str) for text in texts) else None
         case {"type": "compaction", "content": str(text)}:  # what an earlier server made of the turns before
             return text
