@@ -132,7 +132,7 @@ def _peers(plain: Path, folder: Path, lacks: dict[str, str]) -> dict[str, Callab
 
     def openvino(form: str) -> Callable[[int], Command]:
         environments.prepare(OPENVINO, folder)
-        words = [str(OPENVINO.python(folder)), "-m", "bench.peers.openvino_genai", str(converted(folder, form))]
+        words = [str(OPENVINO.python(folder)), "-m", "bench.peers.openvino_genai", str(converted(folder, plain, form))]
         return lambda threads: [*words, str(threads), str(OPENVINO_STEP_TOKENS)]
 
     def llama(kind: str) -> Callable[[int], Command]:

@@ -74,15 +74,14 @@ def prepare(folder: Path, without: Sequence[str]) -> None:
             report.say(f"preparing {environment.name} in {environment.folder(folder)}")
             environments.prepare(environment, folder)
     if OPENVINO.name not in without:
-        converted(folder)
+        converted(folder, models.directory("100m"))
     if VLLM.name not in without:
         environments.tcmalloc(folder)
 
 
-def converted(folder: Path, form: str = "") -> Path:
-    """Return the checkpoint as OpenVINO reads it, made once. Weights stay bfloat16, or have the form "int8" or "int4".
+def converted(folder: Path, checkpoint: Path, form: str = "") -> Path:
+    """Return a checkpoint as OpenVINO reads it, made once. Weights stay bfloat16, or have the form "int8" or "int4".
     Raises NotPrepared."""
-    checkpoint = models.directory("100m")
     place = folder / "-".join(filter(None, ("openvino", checkpoint.name, form)))
     if not place.exists():
         making = Path(tempfile.mkdtemp(dir=folder))
@@ -132,7 +131,7 @@ def _vllm(folder: Path, threads: int) -> tuple[list[str], dict[str, str]]:
 
 
 def _openvino(folder: Path, threads: int) -> tuple[list[str], dict[str, str]]:
-    words = [str(converted(folder)), str(threads), str(OPENVINO_STEP_TOKENS)]
+    words = [str(converted(folder, models.directory("100m"))), str(threads), str(OPENVINO_STEP_TOKENS)]
     return [str(OPENVINO.python(folder)), "-m", "bench.peers.openvino_genai", *words], {}
 
 

@@ -579,6 +579,7 @@ class Step {
     attended_stride_ = stride_of<T>(m.heads * m.head_dim);
     const int64_t rows = least(b.rows, block_end(0, b.rows) + kBlockRows / 4), few = least(rows, kFewRows);
     const int64_t group = shape_.group(), samples = b.logits ? b.sample_count : 0;
+    const int64_t drawn = least(samples, m.layers ? kFewRows : kBlockRows * 5 / 4);  // at a time
     int64_t longest = 0;
     for (int64_t row = 0; row < b.rows; ++row) longest = std::max(longest, b.places()[row]);
     const int64_t segments = longest / kSegment + 1;
@@ -597,7 +598,7 @@ class Step {
     activated_ = carve.take<T>(std::max(rows * stride_of<T>(m.inner), routed * stride_of<T>(m.expert_inner)));
     likely_ = carve.take<float>(rows * round_up(m.most_experts, kTile));
     chosen_ = carve.take<Choice>(routed);
-    arranged_ = carve.take<T>(std::max(rows, least(samples, kFewRows)) * stride_of<T>(m.ordered));
+    arranged_ = carve.take<T>(std::max(rows, drawn) * stride_of<T>(m.ordered));
     begin_of_ = carve.take<int64_t>(m.most_experts + 1);
     busy_ = carve.take<int64_t>(m.most_experts);
     gathered_ = carve.take<T>(routed * hidden_stride_);
@@ -611,9 +612,9 @@ class Step {
       Private<T>& own = own_[thread];
       own.normed = carve.take<T>(few * hidden_stride_);
       own.block = carve.take<Factors<T>>(kBlockInputs / kWord<T> * (kTile / kLanes));
-      own.totals = carve.take<float>(std::max(rows, least(samples, kFewRows)) * most_inputs / kLeastGroup);
+      own.totals = carve.take<float>(std::max(rows, drawn) * most_inputs / kLeastGroup);
       own.room = carve.take<Kept<T>>(kPassRows<T> * kBlockInputs);
-      own.sums = carve.take<float>(std::max(rows, least(samples, kFewRows)) * kTile);
+      own.sums = carve.take<float>(std::max(rows, drawn) * kTile);
       own.more_sums = carve.take<float>(rows * kTile);
       own.best = carve.take<float>(samples * kLanes);
       own.best_ids = carve.take<int32_t>(samples * kLanes);
@@ -637,6 +638,32 @@ class Step {
       own_[thread].tiles = &tiles;
       multiply_head(thread);
       if (thread == 0) choose();
+    });
+  }
+
+  // The product of `hidden` with the head, with `bias` where there is one, to where logits lie otherwise, in this type.
+  void run_product(const float* bias) {
+    T* const to = static_cast<T*>(static_cast<void*>(b.logits));
+    pool_->run([this, bias, to](int thread) {
+      const FlushDenormals flush;
+      Tiles tiles;
+      own_[thread].tiles = &tiles;
+      const Matrix matrix{m.head, m.vocab, m.hidden};
+      const Rows<T> all{static_cast<const T*>(b.hidden), m.hidden}, input{arranged_, stride_of<T>(m.hidden)};
+      for (int64_t begin = 0, end; begin < b.sample_count; begin = end) {
+        end = block_end(begin, b.sample_count);
+        const Range own = share(end - begin, thread, threads_);
+        for (int64_t row = own.first; row < own.last; ++row)
+          std::memcpy(arranged_ + row * input.stride, all.from(begin + row).at, m.hidden * sizeof(T));
+        meet();
+        multiply(matrix, input, end - begin, matrix, thread,
+                 [&](int64_t column, int64_t first, int64_t rows, const float* sums, const float*) {
+                   const Floats added = bias16(bias, column, m.vocab);
+                   for (int64_t row = 0; row < rows; ++row)
+                     store16(to + (begin + first + row) * m.vocab + column, load16(sums + row * kTile) + added, m.vocab - column);
+                 });
+        meet();
+      }
     });
   }
 
@@ -1258,5 +1285,11 @@ int64_t baton_forward(const baton::Model* model, const baton::Batch* batch, bato
 // The product of `batch->hidden`, [sample_count][hidden], with the head alone; `rows` is 0. Otherwise as above.
 int64_t baton_head(const baton::Model* model, const baton::Batch* batch, baton::Pool* pool, char* memory, int64_t size) {
   return baton::with_step(model, batch, pool, memory, size, [](auto&& step) { step.run_head(); });
+}
+
+// A product by itself: likewise, of a model without layers, with `bias`, [vocab], or null, to `logits` in the model's type.
+int64_t baton_product(const baton::Model* model, const baton::Batch* batch, const float* bias, baton::Pool* pool, char* memory,
+                      int64_t size) {
+  return baton::with_step(model, batch, pool, memory, size, [&](auto&& step) { step.run_product(bias); });
 }
 }

@@ -1,4 +1,5 @@
 """Steps on a CPU, all layers in one call to `forward.cpp`: from a batch to hidden states, logits and likeliest tokens.
+And single products, for models whose other work is torch's.
 
 Owns the memory that a step works in. The weights, and the pages that it writes and attends to, are the engine's.
 """
@@ -15,7 +16,7 @@ import torch
 from engine.cpu import features
 from engine.cpu.build import Library
 from engine.cpu.packed_groups import PackedGroups
-from engine.cpu.packed_linear import packed, tiled
+from engine.cpu.packed_linear import PackedLinear, packed, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.models import rotary
 from engine.models.linear import Linear
@@ -101,6 +102,49 @@ class Scores:
     best: Sequence[int]  # of equal logits the lowest id
 
 
+class Memory:
+    """What kernels work in."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._at = self._size = 0
+
+    def lend(self, function: Callable[..., int], *arguments: object) -> None:
+        """Call a kernel, with more memory where it needs more."""
+        while (needed := function(*arguments, self._at, self._size)) > self._size:
+            self._size = needed + needed // 4
+            self._bytes = torch.empty(self._size + _ALIGNMENT, dtype=torch.uint8)
+            self._at = self._bytes.data_ptr() + -self._bytes.data_ptr() % _ALIGNMENT
+
+
+class Product:
+    """A product by itself, with the bits that it has within a step."""
+
+    def __init__(self, library: Library, threads: ThreadPool, memory: Memory, linear: PackedLinear) -> None:
+        """`linear`, with no bias and even `in`, is kept in tiles from now on. One thread at a time calls those that
+        share `memory`."""
+        linear.keep_tiles()
+        self._threads, self._memory, self._linear, self._layer = threads, memory, linear, _Layer()
+        self._model = _Model(
+            dtype=_DTYPES[linear.dtype], hidden=linear.in_size, vocab=linear.out_size, ordered=linear.in_size, heads=1,
+            kv_heads=1, head_dim=1, page_size=1, head=_Weight(linear.tiles().data_ptr()),
+            layer=ctypes.addressof(self._layer),
+        )  # fmt: skip
+        self._model_at = ctypes.byref(self._model)
+        self._function: Callable[..., int] = library.baton_product
+        self._function.argtypes = [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Count]
+        self._function.restype = _Count
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """[rows, in] → [rows, out], of one dtype, as `bias` is: [out]."""
+        rows, result = x.contiguous(), x.new_empty(len(x), self._linear.out_size)
+        added = None if bias is None else bias.float().contiguous()
+        batch = _Batch(0, len(rows), 0, None, rows.data_ptr(), result.data_ptr(), None)
+        bias_at = None if added is None else added.data_ptr()
+        self._memory.lend(self._function, self._model_at, ctypes.byref(batch), bias_at, self._threads.handle)
+        return result
+
+
 class NativeForward:
     """Runs batches of any size. One thread calls it at a time."""
 
@@ -124,8 +168,7 @@ class NativeForward:
         self._references: list[object] = [weights, pool]  # whatever C++ has pointers to
         self._model = self._describe(config, weights, layout, pool)
         self._model_at = ctypes.byref(self._model)
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._at = self._size = 0
+        self._memory = Memory()
         logits = torch.empty((_KEPT_ROWS, config.vocab_size if self._has_head else 0), dtype=torch.float32)
         self._logits = [logits[:rows] for rows in range(_KEPT_ROWS + 1)]  # a slice costs more than the rest of a call
         self._best = np.empty(_KEPT_ROWS, dtype=np.int64)
@@ -182,13 +225,7 @@ class NativeForward:
         return described
 
     def _call(self, function: Callable[..., int], batch: _Batch) -> None:
-        """Run a step, in more memory where it needs more."""
-        while (
-            needed := function(self._model_at, ctypes.byref(batch), self._threads.handle, self._at, self._size)
-        ) > self._size:
-            self._size = needed + needed // 4
-            self._memory = torch.empty(self._size + _ALIGNMENT, dtype=torch.uint8)
-            self._at = self._memory.data_ptr() + -self._memory.data_ptr() % _ALIGNMENT
+        self._memory.lend(function, self._model_at, ctypes.byref(batch), self._threads.handle)
 
     def _describe(self, config: ModelSpec, weights: ModelWeights, layout: PageLayout, pool: torch.Tensor) -> _Model:
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))

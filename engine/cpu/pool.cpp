@@ -17,8 +17,8 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
 }
 }  // namespace
 
-Pool::Pool(int threads) : threads_(threads < 1 ? 1 : threads) {
-  for (int thread = 1; thread < threads_; ++thread) others_.emplace_back([this, thread] { serve(thread); });
+Pool::Pool(int threads, Parallel parallel) : threads_(threads < 1 ? 1 : threads), parallel_(parallel) {
+  for (int thread = 1; !parallel && thread < threads_; ++thread) others_.emplace_back([this, thread] { serve(thread); });
 }
 
 Pool::~Pool() {
@@ -29,6 +29,13 @@ Pool::~Pool() {
 
 void Pool::run(const std::function<void(int)>& work) {
   if (threads_ == 1) return work(0);
+  if (parallel_) {
+    struct Team {
+      const std::function<void(int)>& work;
+      std::atomic<int> begun{0};
+    } team{work};
+    return parallel_([](void* at) { auto& own = *static_cast<Team*>(at); own.work(own.begun++); }, &team, threads_, 0);
+  }
   work_ = &work;
   advance(start_);
   work(0);
@@ -72,7 +79,7 @@ void Pool::wait(Turn& turn, uint32_t seen) {
 
 extern "C" {
 
-void* baton_pool_make(int threads) { return new baton::Pool(threads); }
+void* baton_pool_make(int threads, baton::Parallel parallel) { return new baton::Pool(threads, parallel); }
 
 void baton_pool_free(void* pool) { delete static_cast<baton::Pool*>(pool); }
 }

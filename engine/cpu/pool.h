@@ -13,10 +13,14 @@
 
 namespace baton {
 
+// GOMP_parallel: calls a function with what it takes, on each of so many threads of OpenMP.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+
 class Pool {
  public:
-  // The caller of `run` is one of the `threads`; with one, no thread is started and none waits.
-  explicit Pool(int threads);
+  // The caller of `run` is one of the `threads`; with one, no thread is started and none waits. With `parallel`, they are
+  // OpenMP's: two sets of threads on the same cores would wait for each other.
+  Pool(int threads, Parallel parallel);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -40,6 +44,7 @@ class Pool {
   static void wait(Turn& turn, uint32_t seen);
 
   const int threads_;
+  const Parallel parallel_;
   Turn start_;
   Turn meeting_;
   alignas(64) std::atomic<int> arrived_{0};

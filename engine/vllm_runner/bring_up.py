@@ -17,7 +17,7 @@ from engine.vllm_runner.layers import STATE_WINDOW
 from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
 from engine.vllm_runner.pages import group_layers, largest_page
-from engine.vllm_runner.products_on_cpu import take_rows_in_blocks
+from engine.vllm_runner.products_on_cpu import take_products
 from engine.vllm_runner.ranks import fork_ranks
 from engine.vllm_runner.requirements import STAGED_GROUPS, Installation, wrong_version
 
@@ -76,7 +76,7 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     if order.max_loras and order.device == "cpu":
         use_the_cpu()
     if order.companion and config.model_config.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        take_rows_in_blocks()
+        take_products()
     if order.ranks > 1 and config.use_v2_model_runner:
         config.scheduler_config.async_scheduling = True  # each rank answers a step on a thread beside the next one
     executor = Executor.get_class(config)(config)

@@ -1,42 +1,61 @@
-"""Products of vLLM on a CPU with AMX, whose bits depend on no other row. For the child alone."""
+"""Products of vLLM on a CPU with AMX, by our own kernels: their bits depend on no other row. For the child alone."""
 
 # pyright: reportMissingImports=false
 
-ROWS = 32
-"""The rows of every product: AMX computes 32 in little more time than one, and weights are read once for each 32."""
+import functools
+import itertools
+from typing import Any
+from weakref import WeakValueDictionary
+
+from baton.errors import UnsupportedModel
 
 
-def take_rows_in_blocks() -> None:
-    """Have oneDNN compute the unquantized products of each step by `ROWS` rows, the last of them padded with zeros.
+def take_products() -> None:
+    """Have the kernels of our own engine compute the unquantized products of each step.
 
-    With AMX it divides the sum of a row by the number of all rows and of threads, so a row's last bits would depend on
-    both. Every product of as many rows and the same weight is divided alike.
+    With AMX, oneDNN divides the sum of a row by the number of all rows and of threads, so a row's last bits would
+    depend on both. Ours add up each row in one order. Raises UnsupportedModel where they can't be compiled.
     """
     import torch
-    from torch.nn.functional import pad
-    from vllm import _custom_ops
     from vllm.model_executor.layers import utils
+
+    from engine.cpu.build import library as kernels
+    from engine.cpu.forward import Memory, Product
+    from engine.cpu.packed_linear import PackedLinear
+    from engine.cpu.thread_pool import ThreadPool
+
+    if (native := kernels()) is None:
+        raise UnsupportedModel(
+            "model.numerics is exact, which needs a C++ compiler on this CPU; install g++, or set mixed"
+        )
 
     global _library
     library = _library = torch.library.Library("baton", "FRAGMENT")  # what it defines ends with it
-    library.define("product(Tensor rows, Tensor? bias, Tensor handler, int width) -> Tensor")
+    library.define("product(Tensor rows, Tensor? bias, Tensor number, int width) -> Tensor")
+    products, numbers, memory = WeakValueDictionary[int, Product](), itertools.count(), Memory()
+    # Each rank makes its own, for it is forked later.
+    threads = functools.cache(lambda: ThreadPool(native, torch.get_num_threads(), openmp=True))
 
-    def product(rows: torch.Tensor, bias: torch.Tensor | None, handler: torch.Tensor, width: int) -> torch.Tensor:
-        count = len(rows)
-        padded = pad(rows, (0, 0, 0, -count % ROWS))
-        result = rows.new_empty(len(padded), width)
-        for begin in range(0, count, ROWS):
-            block = slice(begin, begin + ROWS)
-            torch.ops._C.onednn_mm(result[block], padded[block], bias, handler)
-        return result[:count]
+    def product(rows: torch.Tensor, bias: torch.Tensor | None, number: torch.Tensor, width: int) -> torch.Tensor:
+        return products[int(number)](rows, bias)
 
-    def onednn_mm(handler: _custom_ops.CPUDNNLGEMMHandler, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        # A compiler takes the operation as it is. Calling the function costs less.
-        compute = torch.ops.baton.product if torch.compiler.is_compiling() else product
-        rows = compute(x.reshape(-1, handler.k), bias, handler.handler_tensor, handler.n)
-        return rows.view(*x.shape[:-1], handler.n)
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight: torch.Tensor = layer.weight
+        if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
+            before(layer, remove_weight)
+            return
+        own = Product(native, threads(), memory, PackedLinear(weight.detach()))
+        number, width = torch.tensor(next(numbers)), len(weight)
+        products[int(number)] = layer.baton_product = own
 
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            rows = torch.ops.baton.product(x.reshape(-1, x.shape[-1]), bias, number, width)
+            return rows.view(*x.shape[:-1], width)
+
+        layer.cpu_linear = linear
+        if remove_weight:
+            layer.weight = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    before, utils.dispatch_cpu_unquantized_gemm = utils.dispatch_cpu_unquantized_gemm, dispatch
     library.impl("product", product, "CPU")
     torch.library.register_fake("baton::product", lambda rows, *more: rows.new_empty(rows.shape[0], more[-1]))
-    _custom_ops.onednn_mm = onednn_mm
-    utils.check_cpu_sgl_kernel = lambda *_: False  # another kernel for small weights, which divides by the rows, too

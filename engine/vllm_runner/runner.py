@@ -28,6 +28,7 @@ from baton.errors import ModelError, NotEnoughMemory, StartupError, UnsupportedM
 from baton.messages import AdapterCard
 from baton.trace import Tracer
 from engine.checkpoint.safetensors_reader import TensorFiles
+from engine.cpu.numerics import VERSION as KERNELS_VERSION
 from engine.device import gpu_locks
 from engine.device.gpus import gpu_uuids
 from engine.numerics import digest, torch_digest
@@ -535,7 +536,7 @@ def _numerics(device: str, order: Load) -> str:
     stages send each other is what they would go on with, unless a compiler sees across that border."""
     how = "-eager" * order.eager + f"-{order.stage_ranks}-ranks" * (order.stage_ranks > 1)
     how += f"-{order.stages}-stages" * (order.stages > 1 and not order.eager)
-    return f"vllm-{_release()}{how}/{digest(torch_digest(device), str(NUMERICS_VERSION))}"
+    return f"vllm-{_release()}{how}/{digest(torch_digest(device), str(NUMERICS_VERSION), str(KERNELS_VERSION))}"
 
 
 def _release() -> str:

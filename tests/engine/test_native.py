@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cpu import build, numerics
+from engine.cpu.forward import Memory, Product
 from engine.cpu.packed_linear import PackedLinear, tiled
 from engine.cpu.thread_pool import ThreadPool
 from engine.engine import Engine
@@ -353,6 +354,29 @@ def test_a_pool_that_is_never_used_ends():
     assert library is not None
     for threads in (1, 2, 7):
         ThreadPool(library, threads)._end()
+
+
+@native
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(200, 96), (33, 2048), (640, 770)])
+def test_a_product_by_itself_has_the_bits_of_each_row(outputs: int, inputs: int, dtype: torch.dtype, error: float):
+    """Whatever rows are computed with it and by how many threads. They are OpenMP's, as torch's are."""
+    library, generator = build.library(), torch.Generator().manual_seed(outputs)
+    assert library is not None
+    weight, bias, x = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((outputs, inputs), outputs, (900, inputs))
+    )
+    products = [
+        Product(library, ThreadPool(library, threads, openmp=threads > 1), Memory(), PackedLinear(weight))
+        for threads in (1, 2)
+    ]
+    whole = products[0](x, bias)
+    right = x.double() @ weight.double().T + bias.double()
+    assert (whole.double() - right).abs().max() <= right.abs().max() * error
+    for product in products:
+        for first, count in ((0, 900), (5, 1), (9, 31), (100, 70), (200, 650)):
+            assert torch.equal(product(x[first : first + count], bias), whole[first : first + count])
+    assert torch.equal(products[1](x[:40].t().contiguous().t()), products[0](x[:40]))
 
 
 def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):

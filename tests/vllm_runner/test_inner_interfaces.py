@@ -336,17 +336,15 @@ def test_what_asks_a_product_for_its_device():
     assert "base_layer.weight.device" in inspect.getsource(utils._get_lora_device)
 
 
-def test_how_products_on_a_cpu_are_called():
-    """`products_on_cpu` replaces both functions. Each is looked up in its module when it is called."""
-    from vllm import _custom_ops
-    from vllm.model_executor.layers import utils
+def test_how_products_on_a_cpu_are_made():
+    """`products_on_cpu` replaces the function. It is looked up in its module once weights have been loaded."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
 
-    assert parameters(_custom_ops.onednn_mm) == ["dnnl_handler", "x", "bias"]
-    source = inspect.getsource(_custom_ops.onednn_mm)
-    assert "x.reshape(-1, dnnl_handler.k), bias, dnnl_handler.handler_tensor" in source
-    source = inspect.getsource(utils.dispatch_cpu_unquantized_gemm)
-    assert "ops.onednn_mm(handler, x, bias)" in source
-    assert "if check_cpu_sgl_kernel(N, K, dtype):" in source
+    assert parameters(utils.dispatch_cpu_unquantized_gemm) == ["layer", "remove_weight"]
+    for module in (linear, vocab_parallel_embedding):
+        lines = [line.strip() for line in inspect.getsource(module).splitlines()]
+        assert "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm" in lines
+    assert "return layer.cpu_linear(x, weight, bias)" in inspect.getsource(utils.cpu_unquantized_gemm)
 
 
 def test_how_layers_are_divided_among_stages():
