@@ -15,13 +15,14 @@ from functools import partial
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.messages import ModelCard, Namespace, Peer, Role, SamplingParams, WorkerRole
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from router.events import RequestEnded
 from router.generation_request import GenerationRequest
 from router.placement.policy import PlacementPolicy
 from router.queueing.admission import ModelLimits
 from simulator.adversary import AdversarialAgenda, AdversarialNetwork, Adversary
 from simulator.clock import Agenda, Stops
-from simulator.device import CheckingDevice, PageMemory
+from simulator.device import PageMemory
 from simulator.disk import SimulatedDisk
 from simulator.measure import Measures
 from simulator.network import SimulatedNetwork
@@ -73,6 +74,7 @@ class SimulatedCluster:
     def __init__(
         self, layout: Layout, timing: ModelTiming, config: Config, seed: int, placer: PlacementPolicy | None = None, *,
         runs: bool = True, routers: int = 1, checked: bool = False, adversary: Adversary | None = None,
+        groups: WindowGroups = NO_GROUPS,
     ) -> None:  # fmt: skip
         """Start all processes.
 
@@ -81,6 +83,7 @@ class SimulatedCluster:
         `checked`: pages have contents. A step that reads a wrong one, and a client that gets a wrong token, fail the
         simulation. Raises ConfigError with a disk, whose pages have none.
         `adversary` chooses the order of events.
+        `groups`: those of the model's layers that have pages of their own.
         """
         self.agenda = Agenda() if adversary is None else AdversarialAgenda(adversary)
         self.layout, self.timing, self.config = layout, timing, config
@@ -96,7 +99,8 @@ class SimulatedCluster:
         self.measures = Measures(self.agenda)
         self._page_bytes = page_bytes = config.pages.page_size * timing.token_bytes
         self._namespace = Namespace(b"simulated model.", "simulated", "bfloat16", config.pages.page_size, 1, "split", 1)
-        pool = config.decode.kv_cache_bytes.on_cpu // page_bytes
+        self._groups = groups
+        pool = config.decode.kv_cache_bytes.on_cpu // page_bytes // (1 + groups.count)
         speeds = {"prefill": timing.prefill, "decode": timing.decode}
         self._cards = {
             role: ModelCard(self._namespace, page_bytes, VOCAB, timing.max_context, pool, calibration(times))
@@ -179,7 +183,7 @@ class SimulatedCluster:
         worker = SimulatedWorker(
             role, peer, self._cards[role], self.config, self.timing, self.agenda, self.network, self._addresses,
             self.measures.outputs, noise, partial(self.agenda.after, 0.0, self._change_role, name), runs=self._runs,
-            device=CheckingDevice(self._cards[role].pool_pages, self.config.pages.page_size) if self._checked else None,
+            checked=self._checked, groups=self._groups,
         )  # fmt: skip
         self.workers[name] = worker
         self.network.join(peer.incarnation, worker)

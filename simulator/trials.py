@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from baton.config import Config
 from baton.errors import InvalidRequest
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator.advice import Objectives, Trial, TrialResult
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.mooncake import BLOCK, TraceLine
@@ -36,6 +37,7 @@ class Setting:
     seed: int
     sessions: Sequence[TraceLine] = ()
     requests: int = 0
+    groups: WindowGroups = NO_GROUPS  # of the model's layers
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,9 @@ def demand(setting: Setting) -> WorkDemand:
     contexts = prompts + outputs / 2
     mean = float((contexts * outputs).sum() / outputs.sum())
     each = timing.decode.row + timing.decode.context * mean
-    fitting = setting.config.decode.kv_cache_bytes.on_cpu / (timing.token_bytes * mean)
+    seen = min(mean, setting.groups.tokens + setting.config.pages.page_size)
+    held = mean + setting.groups.count * seen
+    fitting = setting.config.decode.kv_cache_bytes.on_cpu / (timing.token_bytes * held)
     batch = max(1.0, min(fitting, (objectives.tpot - timing.decode.fixed) / each if each else fitting))
     steps = timing.decode.fixed + timing.decode.row + timing.decode.context * contexts
     lengths = prompts + outputs
@@ -115,7 +119,7 @@ def _work_of_sessions(setting: Setting) -> _Work:
 
 
 def serve(setting: Setting, trial: Trial) -> TrialResult:
-    cluster = SimulatedCluster(trial.layout, setting.timing, setting.config, setting.seed)
+    cluster = SimulatedCluster(trial.layout, setting.timing, setting.config, setting.seed, groups=setting.groups)
     speed, objectives = trial.speed, setting.objectives
     if setting.sessions:
         users = max(1, round(speed))

@@ -20,6 +20,7 @@ from engine.step.outcome import ScheduledBatch, StepDone
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator.clock import Agenda, Body, Stops, VirtualProcess
 from simulator.device import CheckingDevice
 from simulator.feed import Feed
@@ -69,23 +70,24 @@ class SimulatedWorker(WorkerShell):
         self, role: msg.WorkerRole, peer: msg.Peer, card: msg.ModelCard, config: Config, timing: ModelTiming,
         agenda: Agenda, network: SimulatedNetwork, routers: Sequence[RouterAddress],
         outputs: Mapping[str, ScriptedOutput], noise: Noise, become: Callable[[msg.WorkerRole], None], *,
-        runs: bool = True, device: CheckingDevice | None = None,
+        runs: bool = True, checked: bool = False, groups: WindowGroups = NO_GROUPS,
     ) -> None:  # fmt: skip
         """`become` replaces this incarnation by one of another role. `runs`: simulate repeatable steps as one run.
-        `device` checks the pages of every step; without one there are no page contents."""
+        `checked`: a device checks the pages of every step; without one there are no page contents. `groups`: of the
+        model's layers."""
         self.role = role
         self.peer = peer
         self._timing, self._agenda, self._network = timing, agenda, network
         self._outputs, self._noise, self._become = outputs, noise, become
         self._times = timing.decode if role == "decode" else timing.prefill
-        self._device = device
-        self._longest = _LONGEST_RUN if runs and device is None else 0.0
-        page_size, pages = config.pages.page_size, card.pool_pages
+        page_size, pages = config.pages.page_size, card.pool_pages * (1 + groups.count)
+        self._device = CheckingDevice(pages, page_size, groups=groups) if checked else None
+        self._longest = _LONGEST_RUN if runs and not checked else 0.0
         self._copy_seconds = card.page_bytes / timing.copy
         self.state: RunDecodeScheduler | ReadPrefillScheduler = (
-            RunDecodeScheduler(config.decode, page_size, pages, calibration=card.steps)
+            RunDecodeScheduler(config.decode, page_size, pages, calibration=card.steps, groups=groups)
             if role == "decode"
-            else ReadPrefillScheduler(config.prefill, page_size, pages, calibration=card.steps)
+            else ReadPrefillScheduler(config.prefill, page_size, pages, calibration=card.steps, groups=groups)
         )
         self._routers = SimulatedRouterLinks(
             routers, msg.Hello(peer, model=card, events="events", replay="replay"), network

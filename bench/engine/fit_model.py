@@ -165,6 +165,7 @@ call: 0.00005
 start: 2.0
 turn: 0.0002
 noise: {noise:.2g}
+config: {{model.device: cpu}}
 """
 
 

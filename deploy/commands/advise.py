@@ -7,7 +7,7 @@ import typer
 
 from baton.errors import InvalidRequest
 from deploy.commands.progress import Progress
-from deploy.commands.terminal import Json, command, err, out, print_json
+from deploy.commands.terminal import EngineOption, Json, command, err, out, print_json
 
 
 @command(
@@ -25,6 +25,15 @@ def advise(
     model: Annotated[str, typer.Option(help="A timing model: a name of simulator/models, or a file.")] = "a800_70b",
     quantization: Annotated[str, typer.Option(help="Of weights: int8, int4 or fp8; empty: bfloat16.")] = "",
     kv_cache_dtype: Annotated[str, typer.Option(help="Of pages: int8 or fp8; auto: bfloat16.")] = "auto",
+    checkpoint: Annotated[
+        str, typer.Option(metavar="MODEL", help="As of `baton size`: pages are those of its config, groups and states.")
+    ] = "",
+    engine: Annotated[
+        EngineOption, typer.Option(metavar="ENGINE", help="With --checkpoint, as of `baton size`.")
+    ] = EngineOption.AUTO,
+    page_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens per KV page; fewer take longer to simulate.")
+    ] = 128,
     requests: Annotated[int, typer.Option(min=10, help="Simulate the first N requests; more take longer.")] = 1_000,
     poisson: Annotated[float, typer.Option(metavar="RATE", help="Without a trace: requests a second.")] = 1.0,
     prompt: Annotated[str, typer.Option(help="Tokens: N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:MOST.")] = "2000",
@@ -43,8 +52,9 @@ def advise(
     objectives = Objectives(slo_ttft, slo_tpot, attainment)
     question = split_search.Question(
         Path(trace) if trace else None, poisson, prompt, output, requests, gpus, model, objectives,
-        jobs or split_search.default_jobs(), seed,
-        {"model.quantization": quantization, "model.kv_cache_dtype": kv_cache_dtype},
+        jobs or split_search.default_jobs(), seed, page_size,
+        {"model.quantization": quantization, "model.kv_cache_dtype": kv_cache_dtype, "model.engine": engine.value},
+        checkpoint,
     )  # fmt: skip
     with Progress(err) as progress:
         advice = split_search.advise(question, progress.say)

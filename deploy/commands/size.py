@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import structs
 from rich.markup import escape
 
 from baton.checkpoint_files import read_config, text_settings
@@ -21,7 +22,7 @@ from deploy.control_plane.preflight import runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
 from engine.vllm_runner.layers import of_config, of_groups, of_stages
-from engine.vllm_runner.pages import FP8, largest_page
+from engine.vllm_runner.pages import FP8, STATES_ON_CPU, has_states, largest_page
 from engine.vllm_runner.requirements import STAGED_GROUPS, page_size_lack
 from kvstore.layout import CODES, LATENT, STATES, PageLayout
 from kvstore.window_groups import NO_GROUPS, WindowGroups
@@ -99,12 +100,7 @@ def size(
         "pages.page_size": page_size,
     }
     config = load(None, {**flags, "model.device": device.value, "model.engine": engine.value})
-    try:
-        sizes = compute(config, _spec(model), context, concurrency, room)
-    except UnsupportedModel:
-        if engine is EngineOption.NATIVE:
-            raise
-        sizes = compute_pages(config, hub.resolve(model, ["config.json"]), context, concurrency, room)
+    sizes = sizes_of(config, model, context, concurrency, room)
     if as_json:
         print_json(sizes.as_json())
     else:
@@ -136,11 +132,24 @@ class Sizes:
     bound: str
     fits: int
     longest: int  # tokens of one sequence alone
+    groups: WindowGroups
     snapshot_bytes: int = 0  # of the recurrent states of a sequence, as a page of each group keeps them
 
     def as_json(self) -> dict[str, Any]:
         workers = {"decode": self.decode, "prefill": self.prefill}
-        return asdict(self) | {role: asdict(each) | {"total": each.total} for role, each in workers.items()}
+        totals = {role: asdict(each) | {"total": each.total} for role, each in workers.items()}
+        return asdict(self) | totals | {"groups": structs.asdict(self.groups)}
+
+
+def sizes_of(config: Config, model: str, context: int, concurrency: int, room: int | None) -> Sizes:
+    """Compute the sizes of a checkpoint, or those of its pages if only vLLM's runner may know it. Raises as `compute`
+    and `compute_pages`."""
+    try:
+        return compute(config, _spec(model), context, concurrency, room)
+    except UnsupportedModel:
+        if config.model.engine == "native":
+            raise
+        return compute_pages(config, hub.resolve(model, ["config.json"]), context, concurrency, room)
 
 
 def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, room: int | None) -> Sizes:
@@ -211,7 +220,7 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
         _parameters(spec), dtype, layout.dtype, device, vllm, heads * stages, context, concurrency,
         layout.token_bytes, layout.page_bytes, per_sequence * concurrency,
         per_sequence * concurrency * whole.page_bytes, decode, prefill, memory.free, bound,
-        pages // per_sequence, min(alone * page_size, spec.max_positions),
+        pages // per_sequence, min(alone * page_size, spec.max_positions), groups,
     )  # fmt: skip
 
 
@@ -229,6 +238,8 @@ def compute_pages(config: Config, path: Path, context: int, concurrency: int, ro
         raise InvalidRequest("stages are sized of models of our own engine: leave out --pipeline-parallel-size")
     if lack := page_size_lack(text, page_size, "cpu" if on_cpu else "cuda", model.dtype, ranks):
         raise InvalidRequest(lack)
+    if has_states(text) and not on_cpu:
+        raise InvalidRequest(STATES_ON_CPU)
     whole = largest_page(text, model.dtype, page_size, model.kv_cache_dtype, ranks)
     shared = 1 if whole.form == LATENT else ranks
     if whole.num_kv_heads % shared:
@@ -250,7 +261,7 @@ def compute_pages(config: Config, path: Path, context: int, concurrency: int, ro
         None, whole.dtype, layout.dtype, "cpu" if on_cpu else "cuda", True, ranks, context, concurrency,
         layout.token_bytes * (layout.form != STATES), layout.page_bytes, per_sequence * concurrency,
         per_sequence * concurrency * layout.page_bytes * shared, decode, prefill, memory.free, bound,
-        pages // per_sequence, min(alone * page_size, limit), snapshot,
+        pages // per_sequence, min(alone * page_size, limit), groups, snapshot,
     )  # fmt: skip
 
 

@@ -11,19 +11,22 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from rich.console import Console
 from rich.markup import escape
 
+from baton.config import Config
+from baton.config import load as load_config
 from baton.errors import InvalidRequest
 from deploy.commands import chart
 from deploy.commands.terminal import new_table
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator import mooncake, timing
 from simulator.advice import Break, Evaluate, Objectives, Search, Trial, TrialResult, breaks_by, name, pays, sentence
 from simulator.lengths import Lengths
 from simulator.trials import Setting, WorkDemand, demand, serve
 from simulator.workloads import Arrival, Random, Wishes, trace
 
-_PAGE_SIZE = mooncake.BLOCK // 4  # tokens; smaller pages take longer to simulate and change the result little
 _LONG = 10  # times the TTFT objective: only a load of this duration shows a slowly growing queue
 _CURVES = 4  # splits in the plot
 
@@ -45,7 +48,9 @@ class Question:
     objectives: Objectives
     jobs: int
     seed: int
-    formats: Mapping[str, object]  # settings of `model`
+    page_size: int
+    settings: Mapping[str, object]  # of the cluster
+    checkpoint: str  # whose model's pages they are; empty: those of `model`
 
 
 @dataclass(frozen=True)
@@ -117,9 +122,12 @@ def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
         )
     sessions = _sessions(question.trace)
     load = [] if sessions else _load(question)
-    config = model.configuration(_PAGE_SIZE, question.formats)
-    model = model.in_formats(config.model)
-    setting = Setting(load, model, config, objectives, question.seed, sessions, question.requests)
+    config = model.configuration(question.page_size, question.settings)
+    model, groups = model.in_formats(config.model), NO_GROUPS
+    if question.checkpoint:
+        token_bytes, groups = _pages(question, config)
+        model = structs.replace(model, token_bytes=token_bytes)
+    setting = Setting(load, model, config, objectives, question.seed, sessions, question.requests, groups)
     offered = demand(setting)
     if offered.within < objectives.attainment:
         raise InvalidRequest(
@@ -164,6 +172,17 @@ def plot(advice: AdviceResult, path: Path) -> None:
         path.write_text(picture)
     except OSError as error:
         raise InvalidRequest(f"can't write {path}: {error.strerror}") from None
+
+
+def _pages(question: Question, config: Config) -> tuple[int, WindowGroups]:
+    """Return the bytes of a token in a page of the checkpoint's model, and the groups of its layers. Raises
+    InvalidRequest and ModelError."""
+    from deploy.commands.size import sizes_of  # torch: a timing model alone need not wait for it
+
+    on_cpu = config.device_of("decode") == "cpu"
+    own = {"model.device": "cpu" if on_cpu else "cuda", "pages.page_size": question.page_size, **question.settings}
+    sizes = sizes_of(load_config(None, own), question.checkpoint, 1, 1, 0)
+    return -(-sizes.page_bytes // question.page_size), sizes.groups
 
 
 # --- the load, and trials of it ---------------------------------------------------------------------------------------

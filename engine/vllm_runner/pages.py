@@ -17,6 +17,8 @@ from kvstore.layout import DTYPE_BYTES, INT8, LATENT, STATES, PageLayout
 FP8: Mapping[str, str] = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """The values of `model.kv_cache_dtype` for FP8, each with the dtype of vLLM's pages."""
 
+STATES_ON_CPU = "recurrent states are kept on a CPU only"
+
 _MOST_GROUPS = 64
 """Groups that the layers of a model are divided into, where all keep states."""
 _CPU_FLAGS = frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"))
@@ -167,7 +169,7 @@ def lacks_for_states(
     own, delta = ConfigFile(config), config["model_type"] == "qwen3_next"
     layers = own.count("num_hidden_layers")
     if device != "cpu":
-        yield "recurrent states are kept on a CPU only"
+        yield STATES_ON_CPU
     divided = _STATES[config["model_type"]](own, ranks).divided
     if uneven := [count for count in divided if count % ranks]:
         yield f"{uneven[0]} heads of states can't be shared evenly by {ranks} ranks: lower tensor_parallel_size"

@@ -7,10 +7,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from deploy.cli import app
 from deploy.commands import chart
+from simulator import trials
+from simulator.cluster import SimulatedCluster
+from tests.engine.test_engine_choice import GPT_OSS, GRANITE
+from tests.engine.test_memory import BASE, WINDOWS
 
 MODEL = """
 about: round figures
@@ -29,6 +34,10 @@ call: 0.0001
 start: 3
 config: {prefill.max_num_batched_tokens: 4096, prefill.step_ms: 100, decode.max_num_batched_tokens: 2048}
 """
+GEMMA = BASE | {
+    "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 2, "query_pre_attn_scalar": 64,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+}  # fmt: skip
 LOOSE = ("--prompt", 200, "--output", 10, "--slo-ttft", 1, "--slo-tpot", 0.5)
 TIGHT = ("--prompt", 3000, "--output", 20, "--slo-ttft", 2, "--slo-tpot", 0.03)
 
@@ -69,6 +78,38 @@ def test_formats_of_weights_and_pages_change_the_advice(model: Path) -> None:
     model.write_text(MODEL + "formats: {weights: 0.008, context: 1, head_dim: 64}\n")
     plain, fewer = (answer(model, *LOOSE, "--gpus", 2, *more)["clusters"][0]["speed"] for more in ((), formats))
     assert fewer > 1.1 * plain
+
+
+@pytest.mark.parametrize(
+    ("config", "page_size", "count"),
+    [(GPT_OSS | WINDOWS, 32, 1), (GRANITE, 64, 3), (WINDOWS | GEMMA, 32, 1)],
+    ids=["groups", "states", "groups of a model that our own engine knows"],
+)
+def test_pages_are_those_of_a_checkpoint(
+    config: dict[str, Any], page_size: int, count: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `baton size` reads them from its config: on a CPU, layers with windows and states have their own."""
+    (tmp_path / "config.json").write_text(json.dumps({"num_key_value_heads": 2, **config}))
+    model.write_text(MODEL.replace("config: {", "config: {model.device: cpu, "))
+    argv = ["size", tmp_path, "--engine", "vllm", "--device", "cpu", "--page-size", page_size, "--json"]
+    sizes = json.loads(CliRunner().invoke(app, [str(each) for each in argv]).stdout)
+    assert sizes["groups"]["count"] == count
+    served: list[SimulatedCluster] = []
+
+    def begin(*arguments: Any, **named: Any) -> SimulatedCluster:
+        served.append(SimulatedCluster(*arguments, **named))
+        return served[-1]
+
+    monkeypatch.setattr(trials, "SimulatedCluster", begin)
+    asked = (*LOOSE, "--gpus", 2, "--checkpoint", tmp_path, "--engine", "vllm")
+    assert answer(model, *asked, "--page-size", page_size)["clusters"][0]["speed"]
+    for worker in served[0].workers.values():
+        assert structs.asdict(worker.state._groups) == sizes["groups"]
+    assert served[0].timing.token_bytes * page_size == sizes["page_bytes"]
+    if config == GRANITE:
+        assert "a recurrent state needs pages of 64 tokens" in call(model, *asked, "--page-size", 32).output
+        model.write_text(MODEL)
+        assert "on a CPU only" in call(model, *asked, "--page-size", 64).output
 
 
 def test_short_prompts_beside_a_loose_one_are_not(model: Path) -> None:

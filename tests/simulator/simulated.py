@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator.cluster import Layout, SimulatedCluster
 from simulator.measure import Measures
 from simulator.timing import DiskTimes, ModelTiming, StepTimes
@@ -48,12 +49,13 @@ def cluster(
     routers: int = 1,
     model: ModelTiming | None = None,
     checked: bool = False,
+    groups: WindowGroups = NO_GROUPS,
     **settings: Any,
 ) -> SimulatedCluster:
     model = model or timing()
     config = model.configuration(PAGE, {name.replace("__", "."): value for name, value in settings.items()})
     return SimulatedCluster(
-        Layout.parse(layout, per_node), model, config, seed, runs=runs, routers=routers, checked=checked
+        Layout.parse(layout, per_node), model, config, seed, runs=runs, routers=routers, checked=checked, groups=groups
     )
 
 

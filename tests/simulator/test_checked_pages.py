@@ -5,22 +5,25 @@ import pytest
 from baton.errors import ConfigError
 from baton.messages import LOWEST_CLASS
 from deploy.load.workload import Lengths
+from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator.cluster import SimulatedCluster
 from simulator.faults import Faults
 from simulator.timing import DiskTimes
 from simulator.transport import Parcel, SimulatedTransport
 from simulator.workloads import Random, Wishes
 from tests.kvstore.test_mutations import Mutation, a_page_is_sealed_when_it_is_reserved
-from tests.simulator.simulated import cluster, serve, timing
+from tests.simulator.simulated import PAGE, cluster, serve, timing
 
 pytestmark = pytest.mark.slow
 
 LOAD = Random(6.0, Lengths("uniform", 200, 2_500), Lengths("uniform", 5, 20), groups=4, prefix=1_024)
 
 
-def crowded(layout: str, seed: int, routers: int = 1) -> SimulatedCluster:
+def crowded(layout: str, seed: int, routers: int = 1, groups: WindowGroups = NO_GROUPS) -> SimulatedCluster:
     """A cluster whose arenas are too small for its load."""
-    return cluster(layout, per_node=2, seed=seed, routers=routers, checked=True, store__host_cache_bytes="12MB")
+    return cluster(
+        layout, per_node=2, seed=seed, routers=routers, checked=True, groups=groups, store__host_cache_bytes="12MB"
+    )
 
 
 def run(world: SimulatedCluster, seed: int) -> None:
@@ -36,6 +39,14 @@ def test_no_step_reads_a_wrong_page(layout: str, routers: int) -> None:
     assert world.ends > 3
     if "P" in layout:
         assert sum(store.state.stats(world.agenda.now).evictions for store in world.stores.values())
+
+
+@pytest.mark.parametrize("groups", [WindowGroups(2, 700, PAGE), WindowGroups(2, 2, PAGE, states=True)])
+@pytest.mark.parametrize("layout", ["3P+3D", "4D"])
+def test_no_step_reads_a_wrong_page_of_a_group(layout: str, groups: WindowGroups) -> None:
+    world = crowded(layout, 1, groups=groups)
+    run(world, 1)
+    assert world.ends > 3
 
 
 @pytest.mark.technique("A quantum of service for runaways")
