@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 from baton.errors import BatonError, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
-from router.frontend.api.protocol import refuse_fields, unsupported
+from router.frontend.api.protocol import SharedFields, refuse_fields, unsupported
 from router.frontend.api.response_builder import (
     Choice,
     Count,
@@ -38,17 +38,13 @@ from router.frontend.output_stream import Output
 _MEMBERS = {"function": ("name", "description", "parameters", "strict"), "custom": ("name", "description", "format")}
 
 
-class ResponsesRequest(Struct, kw_only=True):
+class ResponsesRequest(SharedFields, kw_only=True):
     """The body of POST /v1/responses."""
 
     input: str | list[dict[str, Any]]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: Any = None
@@ -63,41 +59,12 @@ class ResponsesRequest(Struct, kw_only=True):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    user: str | None = None
     truncation: str | None = None
     include: list[str] | None = None
-    # vLLM's and Baton's.
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    session_id: str | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    priority: int | None = None
-    request_id: str | None = None
-    ignore_eos: bool | None = None
-    ttft_ms: int | None = None
-    tpot_ms: int | None = None
-    cache_salt: str | None = None
-    kv_compression: dict[str, Any] | None = None
-    prompt_cache_key: str | None = None
 
 
-_SAME = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stream", "stop", "stop_token_ids", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens", "skip_special_tokens"),
-    *("include_stop_str_in_output", "structured_outputs", "chat_template_kwargs", "priority", "ttft_ms", "tpot_ms"),
-    *("request_id", "session_id", "cache_salt", "kv_compression", "prompt_cache_key", "parallel_tool_calls"),
-)
+_SAME = (*SharedFields.__struct_fields__, "chat_template_kwargs", "parallel_tool_calls")
 """Fields that mean the same in a chat."""
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")

@@ -47,30 +47,23 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationFields(Struct, kw_only=True):
-    """What completions and chat completions have in common."""
+class SharedFields(Struct, kw_only=True):
+    """What means the same in completions, chat completions and the Responses API."""
 
     model: str | None = None
-    max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: int | None = None
     request_id: str | None = None
     session_id: str | None = None
     user: str | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     ttft_ms: int | None = None
     tpot_ms: int | None = None
     presence_penalty: float | None = None
@@ -78,18 +71,30 @@ class GenerationFields(Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     min_tokens: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: str | None = None
     kv_compression: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class GenerationFields(SharedFields, kw_only=True):
+    """What completions and chat completions have in common."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     length_penalty: float | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     # Known, and not served: see _NEUTRAL and _RENAMED.
     guided_json: Any = None
