@@ -9,6 +9,8 @@ TTFT = first_token − received; TPOT = (ended − first_token) / (n − 1). A l
 
 from dataclasses import dataclass
 
+_HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
+
 
 @dataclass
 class Timeline:
@@ -28,6 +30,11 @@ class Timeline:
         start: float | None = getattr(self, earlier)
         end: float | None = getattr(self, later)
         return None if start is None or end is None else end - start
+
+    def hops(self) -> dict[str, float]:
+        """Seconds from receipt to each later instant that was reached."""
+        spans = {hop: self.between("received", hop) for hop in _HOPS}
+        return {hop: seconds for hop, seconds in spans.items() if seconds is not None}
 
     @property
     def ttft(self) -> float | None:

@@ -13,7 +13,6 @@ from router.placement.types import Candidate
 from router.requests.explain import AttemptAccount, RequestRecord, reason
 from router.views import ProcessView, RouterStats
 
-_HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
 _MOST_SHARE = 99.0  # of a capacity. Without workers it is infinitely used, which JSON can't say.
 _MOST_SECONDS = 1e9  # of a predicted cost, for the same reason
 
@@ -155,7 +154,7 @@ def _attempt(record: RequestRecord, account: AttemptAccount) -> api.ExplainedAtt
 def hops(line: Timeline, own: dict[str, float | None] | None = None) -> dict[str, float]:
     """Return milliseconds from receipt to each instant that was reached. `own`: seconds to instants of an attempt,
     where those in the line are the request's."""
-    seconds = {hop: line.between("received", hop) for hop in _HOPS} | (own or {})
+    seconds = line.hops() | (own or {})
     return {hop: after * 1_000 for hop, after in seconds.items() if after is not None}
 
 

@@ -72,34 +72,10 @@ class Samples:
         elapsed = max(now - then, 1e-3)
         self._before = (now, totals)
         self.sequence += 1
-        finished, failed, cancelled, generated, prompt, cached, stored, fetched, in_cache, on_device = (
-            max(0.0, round((new - old) / elapsed, 2)) for new, old in zip(totals, before, strict=True)
-        )
-        ttft, itl = (list(map(_ms, sketch.quantiles(0.5, 0.95, 0.99))) for sketch in (self._ttft, self._itl))
-        self.newest.append(
-            Sample(
-                sequence=self.sequence,
-                at_ms=at_ms,
-                finished=finished,
-                failed=failed,
-                cancelled=cancelled,
-                generated_tokens=generated,
-                prompt_tokens=prompt,
-                cached_tokens=cached,
-                queued=stats.queued,
-                running=stats.running,
-                ttft_p50=ttft[0],
-                ttft_p95=ttft[1],
-                ttft_p99=ttft[2],
-                itl_p50=itl[0],
-                itl_p95=itl[1],
-                itl_p99=itl[2],
-                pages_stored=stored,
-                pages_fetched=fetched,
-                pages_found=in_cache,
-                pages_on_device=on_device,
-            )
-        )
+        rates = [max(0.0, round((new - old) / elapsed, 2)) for new, old in zip(totals, before, strict=True)]
+        latencies = [_ms(span) for sketch in (self._ttft, self._itl) for span in sketch.quantiles(0.5, 0.95, 0.99)]
+        requests, pages = rates[:6], rates[6:]
+        self.newest.append(Sample(self.sequence, at_ms, *requests, stats.queued, stats.running, *latencies, *pages))
 
 
 def _totals(stats: RouterStats) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from google.protobuf.message import Message
@@ -69,12 +69,6 @@ class Generation(Struct, frozen=True):
     request: GenerationRequest
     stream: ReadableStream
     close: Callable[[], None]  # cancels what has not ended
-
-
-class Apart(Protocol):
-    """Does work in proportion to so many bytes where it holds no other request up."""
-
-    async def __call__(self, size: int, work: Callable[[], T]) -> T: ...
 
 
 class GenerationService:

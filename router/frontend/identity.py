@@ -49,7 +49,7 @@ class Gatekeeper:
         """Count a request of a client, and return what ends it. Raises TooManyStreams."""
         most, name = identity.max_streams, identity.name
         if most is None:
-            return _nothing
+            return lambda: None
         if self._streams[name] >= most:
             raise TooManyStreams(f"{self._streams[name]} requests of the API key {name!r} run, and it may have {most}")
         self._streams[name] += 1
@@ -73,7 +73,3 @@ def _credentials(headers: Mapping[str, str]) -> Iterator[str]:
         yield token.strip()
     if token := headers.get("x-api-key", "").strip():
         yield token
-
-
-def _nothing() -> None:
-    pass

@@ -119,7 +119,6 @@ class HttpApi:
         config: ApiConfig | None = None,
         *,
         batches: BatchStore | None = None,
-        linger: float = LINGER,
     ) -> None:
         """`dashboard`: gives out the data of the page at /dashboard; none: there is no such page. `batches`: where
         clients' files and batches are kept; none: there are none."""
@@ -127,7 +126,6 @@ class HttpApi:
         self._service = service
         self._config = config
         self._metrics_page = metrics_page
-        self._linger = linger
         self._bodies = BodyReader(service)
         self._templates = TemplateRenderer(max(service.most_bytes[1], 2**20))
         trust = config.trust_request_chat_template
@@ -350,7 +348,7 @@ class HttpApi:
                     started.append(generation)
                     undo.callback(generation.close)
             answering = EventStream if order.fields.stream else WholeResponse
-            response = answering(order, builder(), started, self._linger, name, service.apart)
+            response = answering(order, builder(), started, LINGER, name, service)
             undo.pop_all()  # the answer closes them
         return response
 

@@ -83,22 +83,24 @@ class Deleted(Struct, kw_only=True, tag_field="object", tag="file"):
     deleted: bool = True
 
 
-class FileList(Struct, kw_only=True, tag_field="object", tag="list"):
+class _Page(Struct, kw_only=True, tag_field="object", tag="list"):
+    """A part of a list."""
+
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileList(_Page, kw_only=True):
     """Some files of a tenant, the newest first."""
 
     data: list[File]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
-class BatchList(Struct, kw_only=True, tag_field="object", tag="list"):
+class BatchList(_Page, kw_only=True):
     """Some batches of a tenant, the newest first."""
 
     data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class BatchRoutes:

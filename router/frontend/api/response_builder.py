@@ -28,8 +28,6 @@ from router.frontend.detokenizer import MARK, TextStream
 from router.frontend.output_stream import Output
 from router.not_cached import Reason
 
-_HOPS = ("placed", "accepted", "prefill_sent", "prefilled", "started", "first_token", "ended")
-
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
 StopCause: TypeAlias = Literal["stop", "length", "tool_calls"]  # baton.messages.FinishReason, and calls
 
@@ -338,7 +336,7 @@ class ResponseBuilder:
             queue_time_ms=_ms(line.between("received", "placed")),
             mean_itl_ms=_ms(line.tpot(len(choice.tokens))),
             tokens_per_second=round(len(choice.tokens) / generation, 3) if generation else None,
-            hops_ms={hop: ms for hop in _HOPS if (ms := _ms(line.between("received", hop))) is not None},
+            hops_ms={hop: round(seconds * 1_000, 3) for hop, seconds in line.hops().items()},
         )
 
 

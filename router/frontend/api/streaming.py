@@ -25,7 +25,7 @@ from router.frontend.api.errors import error_response
 from router.frontend.api.protocol import GenerationOrder
 from router.frontend.api.response_builder import Choice, ResponseBuilder
 from router.frontend.detokenizer import TextStream
-from router.frontend.generation import Apart, Generation
+from router.frontend.generation import Generation, GenerationService
 from router.frontend.output_stream import News, Output, merged
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"
@@ -72,9 +72,9 @@ class _GeneratedResponse(Response):
 
     def __init__(
         self, order: GenerationOrder, builder: ResponseBuilder, generations: Sequence[Generation], linger: float,
-        name: str, apart: Apart,
+        name: str, service: GenerationService,
     ) -> None:  # fmt: skip
-        self.builder, self.generations, self._linger, self._apart = builder, generations, linger, apart
+        self.builder, self.generations, self._linger, self._apart = builder, generations, linger, service.apart
         if order.logprobs is not None:
             for choice, generation in zip(builder.choices, generations, strict=True):
                 choice.stream = TextStream.of(builder.options.names.tokenizer, generation.request)
@@ -91,7 +91,7 @@ class _GeneratedResponse(Response):
         except asyncio.CancelledError:
             if not watching.done():
                 raise
-            scope.get("state", {}).get("abort", _nothing)()
+            scope.get("state", {}).get("abort", lambda: None)()
         finally:
             watching.cancel()
             for generation in self.generations:
@@ -221,7 +221,3 @@ async def disconnected(receive: Receive) -> None:
     """Wait until the client has closed its connection, once its request has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _nothing() -> None:
-    pass

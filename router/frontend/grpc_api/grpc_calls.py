@@ -19,7 +19,6 @@ from baton.errors import BatonError, Overloaded, RequestCancelled, shown
 from baton.futures import looked_at
 from baton.logs import RequestLog
 from baton.messages import FinishReason, PromptTokenLogprob, TokenLogprob
-from baton.timeline import Timeline
 from baton.v1 import generation_pb2
 from router.events import RequestEnded, Summary
 from router.frontend.generation import Generation, GenerationService, message_fields, name_of
@@ -38,6 +37,7 @@ _REASONS: dict[FinishReason, generation_pb2.FinishReason] = {
     "stop": generation_pb2.FINISH_REASON_STOP,
     "length": generation_pb2.FINISH_REASON_LENGTH,
 }
+_WORK = generation_pb2.Work.DESCRIPTOR.fields_by_name  # each has the name of one of `ServingAccount`'s
 
 
 def status_of(error: BatonError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:
@@ -117,14 +117,36 @@ class GenerateCall:
                     await self._context.write(self._last(news, index) if ended else self._piece(news, index))
 
     def _piece(self, output: Output, index: int) -> generation_pb2.GenerateResponse:
-        return _delta(output, index, self._service.fingerprint(self._request.model))
+        return generation_pb2.GenerateResponse(
+            system_fingerprint=self._service.fingerprint(self._request.model),
+            delta=generation_pb2.Delta(
+                text=output.text,
+                index=index,
+                token_ids=output.tokens,
+                logprobs=[_logprob(one) for one in output.logprobs],
+                prompt_logprobs=[_logprob(one) for one in output.prompt_logprobs],
+            ),
+        )
 
     def _last(self, end: RequestEnded, index: int) -> generation_pb2.GenerateResponse:
         """Return the last message of an output. Raises BatonError where it ended in one."""
         reason, generation = end.finish_reason(), self._generations[index]
-        name, seed, stop = self._request_id, generation.request.sampling.seed, generation.stream.stop_string
-        fingerprint = self._service.fingerprint(self._request.model)
-        return finished(reason, end.summary, name, seed, index, stop, fingerprint)
+        usage, served = end.summary.usage, end.summary.served
+        return generation_pb2.GenerateResponse(
+            system_fingerprint=self._service.fingerprint(self._request.model),
+            finished=generation_pb2.Finished(
+                finish_reason=_REASONS[reason],
+                usage=generation_pb2.Usage(
+                    prompt_tokens=usage.prompt, cached_tokens=usage.cached, completion_tokens=usage.completion
+                ),
+                timing=_timing(end.summary),
+                work=generation_pb2.Work(**{name: getattr(served, name) for name in _WORK}),
+                request_id=self._request_id,
+                seed=generation.request.sampling.seed,
+                index=index,
+                stop_string=generation.stream.stop_string,
+            ),
+        )
 
     async def _give_up(self, streams: Sequence[ReadableStream]) -> None:
         """End an RPC whose client does not read. Neither the write nor the status that waits behind it is cancelled:
@@ -147,77 +169,19 @@ async def abort(context: Any, error: BatonError, request_id: str = "") -> NoRetu
     raise AssertionError("abort returned")
 
 
-def _delta(output: Output, index: int = 0, fingerprint: str = "") -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        system_fingerprint=fingerprint,
-        delta=generation_pb2.Delta(
-            text=output.text,
-            index=index,
-            token_ids=output.tokens,
-            logprobs=[_logprob(one) for one in output.logprobs],
-            prompt_logprobs=[_logprob(one) for one in output.prompt_logprobs],
-        ),
-    )
-
-
-def finished(
-    reason: FinishReason,
-    summary: Summary,
-    request_id: str,
-    seed: int,
-    index: int = 0,
-    stop_string: str | None = None,
-    fingerprint: str = "",
-) -> generation_pb2.GenerateResponse:
-    usage, served = summary.usage, summary.served
-    return generation_pb2.GenerateResponse(
-        system_fingerprint=fingerprint,
-        finished=generation_pb2.Finished(
-            finish_reason=_REASONS[reason],
-            usage=generation_pb2.Usage(
-                prompt_tokens=usage.prompt, cached_tokens=usage.cached, completion_tokens=usage.completion
-            ),
-            timing=_timing(summary),
-            work=generation_pb2.Work(
-                attempts=served.attempts,
-                prefill_worker=served.prefill_worker,
-                decode_workers=served.decode_workers,
-                tokens_computed=served.tokens_computed,
-                pages_hit=served.pages_hit,
-                pages_shipped=served.pages_shipped,
-                pages_on_device=served.pages_on_device,
-                pages_fetched=served.pages_fetched,
-            ),
-            request_id=request_id,
-            seed=seed,
-            index=index,
-            stop_string=stop_string,
-        ),
-    )
-
-
 def _timing(summary: Summary) -> generation_pb2.Timing:
     """Milliseconds since receipt of what happened; the rest stays unset."""
-    line = summary.timeline
+    line, served = summary.timeline, summary.served
+    hops = {hop: seconds * 1_000 for hop, seconds in line.hops().items()}
     return generation_pb2.Timing(
         submitted=(summary.submitted - line.received) * 1_000,
-        placed=_since(line, "placed"),
-        accepted=_since(line, "accepted"),
-        prefilled=_since(line, "prefilled"),
-        started=_since(line, "started"),
-        first_token=_since(line, "first_token"),
-        finished=_since(line, "ended"),
-        prefill_queue=summary.served.prefill_queue_ms,
-        prefill_compute=summary.served.prefill_compute_ms,
-        load_predicted=summary.served.predicted_ms or None,
-        load=summary.served.load_ms or None,
-        prefill_sent=_since(line, "prefill_sent"),
+        finished=hops.pop("ended", None),
+        prefill_queue=served.prefill_queue_ms,
+        prefill_compute=served.prefill_compute_ms,
+        load_predicted=served.predicted_ms or None,
+        load=served.load_ms or None,
+        **hops,
     )
-
-
-def _since(line: Timeline, instant: str) -> float | None:
-    seconds = line.between("received", instant)
-    return None if seconds is None else seconds * 1_000
 
 
 def _logprob(one: TokenLogprob) -> generation_pb2.TokenLogprob:

@@ -143,12 +143,8 @@ def _admit(gate: Gatekeeper, method: str, metadata: Mapping[str, str]) -> Callab
     """Identify the client of an RPC and count the RPC until its end. Raises BatonError."""
     if method.startswith(OPEN_CALLS):
         caller.set(ANONYMOUS)
-        return _nothing
+        return lambda: None
     identity = gate.identify(metadata)
     caller.set(identity)
     origin.set(Origin(metadata))
     return gate.enter(identity)
-
-
-def _nothing() -> None:
-    pass
