@@ -203,12 +203,12 @@ class Usage(Struct, frozen=True):
     completion: int = 0
 
 
-class ServingAccount(Struct, frozen=True):
-    """The workers that served a request, by name, and the cost of serving it."""
+class ServingAccount(Struct):
+    """The workers that served a request, by name, and the cost of serving it. A `Summary` has one of its own."""
 
     attempts: int = 0
     prefill_worker: str = ""  # of the last attempt
-    decode_workers: tuple[str, ...] = ()
+    decode_workers: tuple[str, ...] = ()  # in the order of attempts
     tokens_computed: int = 0  # by prefill workers, over all attempts
     pages_hit: int = 0
     pages_shipped: int = 0

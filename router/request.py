@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
+from msgspec import structs
+
 from baton.messages import LOWEST_CLASS, TOKEN_BYTES, AttemptName, ModelCard
 from baton.timeline import Timeline
 from kvstore.keys import cacheable_pages, namespace_root, pack_tokens, page_keys, split_keys
@@ -107,56 +109,24 @@ class AttemptHistory:
 
 @dataclass
 class RequestAccount:
-    """Which workers served a request, and what it cost them."""
+    """What serving a request has cost so far."""
 
+    served: ServingAccount = field(default_factory=ServingAccount)  # without the number of attempts
     prefill_unreported: int = 0  # prompt tokens that earlier attempts' prefill workers may have computed
-    prefill_computed: int = 0
     decode_computed: int | None = None
-    decode_workers: list[str] = field(default_factory=list[str])
-    pages_hit: int = 0
-    pages_shipped: int = 0
-    # Of the last attempt:
-    prefill_worker: str = ""
-    pages_on_device: int = 0
-    pages_fetched: int = 0
-    prefill_queue_ms: int | None = None
-    prefill_compute_ms: int | None = None
-    predicted_ms: int = 0  # how long loading cached pages was to take, as its workers told
-    load_ms: int = 0  # and how long it took
 
     def begin_attempt(self) -> None:
         """Forget what was told of the attempt before."""
-        self.prefill_worker = ""
-        self.prefill_queue_ms = self.prefill_compute_ms = None
-        self.pages_on_device = self.pages_fetched = 0
-        self.predicted_ms = self.load_ms = 0
-
-    def loaded(self, predicted_ms: int, load_ms: int) -> None:
-        """A worker of the current attempt tells what loading cached pages was to take, and took."""
-        self.predicted_ms += predicted_ms
-        self.load_ms += load_ms
+        self.served = structs.replace(
+            self.served, prefill_worker="", prefill_queue_ms=None, prefill_compute_ms=None, pages_on_device=0,
+            pages_fetched=0, predicted_ms=0, load_ms=0,
+        )  # fmt: skip
 
     def tokens_computed(self, prefill_unreported: int) -> int:
         """Prompt tokens that were computed. A prefill that has not told how many (`prefill_unreported`) has computed
         what it was expected to."""
-        return self.prefill_computed + self.prefill_unreported + prefill_unreported + (self.decode_computed or 0)
-
-    def served(self, attempts: int) -> ServingAccount:
-        """The account as the client gets it."""
-        return ServingAccount(
-            attempts=attempts,
-            prefill_worker=self.prefill_worker,
-            decode_workers=tuple(self.decode_workers),
-            tokens_computed=self.prefill_computed,
-            pages_hit=self.pages_hit,
-            pages_shipped=self.pages_shipped,
-            pages_on_device=self.pages_on_device,
-            pages_fetched=self.pages_fetched,
-            prefill_queue_ms=self.prefill_queue_ms,
-            prefill_compute_ms=self.prefill_compute_ms,
-            predicted_ms=self.predicted_ms,
-            load_ms=self.load_ms,
-        )
+        unreported = self.prefill_unreported + prefill_unreported
+        return self.served.tokens_computed + unreported + (self.decode_computed or 0)
 
 
 @dataclass
@@ -280,5 +250,5 @@ class Request:
         cached = max(0, self.prompt - computed) if known else 0
         not_cached = self.not_cached.settled(self.prompt, cached) if known and self.not_cached else self.not_cached
         usage = Usage(self.prompt, cached, self.generated if completion is None else completion)
-        served = self.account.served(self.history.attempts)
+        served = structs.replace(self.account.served, attempts=self.history.attempts)
         return Summary(replace(self.timeline), self.submitted, usage, served, not_cached)

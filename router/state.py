@@ -471,31 +471,17 @@ class RouterState:
         return sorted({one.spec.adapter for one in self._manager if one.spec.adapter and (one in queue) == queued})
 
     def stats(self) -> RouterStats:
-        counts, queue = self._counts, self._admission.queue
+        queue = self._admission.queue
         roles: tuple[messages.Role, ...] = ("prefill", "decode", "store")
         return RouterStats(
             queued=len(queue),
             running=len(self._manager) - len(queue),
             live={role: len(self._members.with_role(role)) for role in roles},
             lost=dict(self._members.lost),
-            finished=dict(counts.finished),
-            failed=dict(counts.failed),
-            cancelled=counts.cancelled,
-            attempts=counts.attempts,
-            placed_split=counts.split,
-            placed_local=counts.local,
-            resends=counts.resends,
-            yielded=counts.yielded,
-            moved=counts.moved,
-            prompts_moved=counts.prompts_moved,
+            counts=self._counts.copy(),
             slowdowns={m.peer.name: max(m.slowdown, m.pace) for m in self._members if m.peer.role == "decode"},
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            not_cached_tokens=dict(counts.not_cached_tokens),
-            generated_tokens=counts.generated_tokens,
             attainment=self._attainment.counts,
             reuse_ceiling=self._reuse_ceiling.shares,
-            pages=dict(counts.pages),
             kv_index=self._kv_index.stats(),
             pins={phase.value: self._pinner.count()[phase] for phase in PinPhase},
             waiting=queue.levels(),

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from baton.messages import LoadReport, Peer, Role, WorkerRole
 from router.members import GoneReason
-from router.not_cached import Reason
 from router.placement.kv_index import KvIndexStats
 from router.placement.prediction_error import PredictionError, PredictionKind
 from router.placement.utilization import PoolUtilization, RoleAdvice
-from router.requests.counts import PageCounts
+from router.requests.counts import RequestCounts
 from router.requests.slo_attainment import Objective
 
 
@@ -41,24 +40,10 @@ class RouterStats:
     running: int
     live: Mapping[Role, int]
     lost: Mapping[tuple[Role, GoneReason], int]  # processes that went
-    finished: Mapping[str, int]  # by reason
-    failed: Mapping[str, int]  # by reason
-    cancelled: int
-    attempts: int
-    placed_split: int
-    placed_local: int
-    resends: int
-    yielded: int  # attempts that gave their place to other requests
-    moved: int  # attempts taken from live workers that are slow
-    prompts_moved: int  # prompts of which another prefill worker was given the rest
+    counts: RequestCounts  # a copy
     slowdowns: Mapping[str, float]  # of live workers, by name: see `router.placement.slowness`
-    prompt_tokens: int  # of finished requests
-    cached_tokens: int  # of finished requests
-    not_cached_tokens: Mapping[Reason, int]  # of finished requests, by why they are not
-    generated_tokens: int
     attainment: Mapping[tuple[int, Objective, bool], int]  # requests by level of priority and whether they met it
     reuse_ceiling: Mapping[str, float]  # by window
-    pages: Mapping[str, PageCounts]  # by the name of the worker that reported them
     kv_index: KvIndexStats
     pins: Mapping[str, int]  # prefixes that are kept pinned, or are to be, by phase
     waiting: Mapping[int, int]  # in the queue, by level of priority

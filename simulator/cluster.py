@@ -396,8 +396,8 @@ class SimulatedCluster:
 
 
 def _placed(router: SimulatedRouter) -> dict[str, int]:
-    stats = router.state.stats()
-    return {"split": stats.placed_split, "local": stats.placed_local}
+    counts = router.state.stats().counts
+    return {"split": counts.split, "local": counts.local}
 
 
 @contextmanager

@@ -48,18 +48,19 @@ def bottleneck(stats: RouterStats) -> api.Bottleneck | None:
 
 
 def counts(stats: RouterStats) -> api.Counts:
+    counts = stats.counts
     return api.Counts(
         queued=stats.queued,
         running=stats.running,
-        finished=sum(stats.finished.values()),
-        failed=sum(stats.failed.values()),
-        cancelled=stats.cancelled,
-        attempts=stats.attempts,
-        placed_split=stats.placed_split,
-        placed_local=stats.placed_local,
-        prompt_tokens=stats.prompt_tokens,
-        cached_tokens=stats.cached_tokens,
-        generated_tokens=stats.generated_tokens,
+        finished=sum(counts.finished.values()),
+        failed=sum(counts.failed.values()),
+        cancelled=counts.cancelled,
+        attempts=counts.attempts,
+        placed_split=counts.split,
+        placed_local=counts.local,
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        generated_tokens=counts.generated_tokens,
     )
 
 

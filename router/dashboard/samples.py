@@ -80,14 +80,14 @@ class Samples:
 
 def _totals(stats: RouterStats) -> tuple[int, ...]:
     """What only grows, in the order of the fields of `Sample`."""
-    pages = stats.pages.values()
+    counts, pages = stats.counts, stats.counts.pages.values()
     return (
-        sum(stats.finished.values()),
-        sum(stats.failed.values()),
-        stats.cancelled,
-        stats.generated_tokens,
-        stats.prompt_tokens,
-        stats.cached_tokens,
+        sum(counts.finished.values()),
+        sum(counts.failed.values()),
+        counts.cancelled,
+        counts.generated_tokens,
+        counts.prompt_tokens,
+        counts.cached_tokens,
         sum(each.stored for each in pages),
         sum(each.fetched for each in pages),
         sum(each.hits for each in pages),

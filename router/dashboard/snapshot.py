@@ -138,7 +138,7 @@ def process_cards(
     return [
         ProcessCard(
             **structs.asdict(process(view)),
-            moved=stats.pages.get(view.peer.name) or PageCounts(),
+            moved=stats.counts.pages.get(view.peer.name) or PageCounts(),
             pages=None if tiers is None or view.gone else tiers.get(view.peer.incarnation, {}),
         )
         for view in views[:_PROCESSES]

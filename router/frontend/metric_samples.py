@@ -28,6 +28,7 @@ from router.frontend.served_model import ServedModel
 from router.members import GONE_REASONS
 from router.not_cached import REASONS
 from router.queueing.admission import REJECTIONS
+from router.requests.counts import RequestCounts
 from router.views import ProcessView, RouterStats
 
 _ERRORS = (
@@ -81,24 +82,24 @@ _COUNTERS = {
 
 
 def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
-    utilization, advice = stats.utilization, stats.advice
+    counts, utilization, advice = stats.counts, stats.utilization, stats.advice
     return {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.queued,
-        "request_success": {**_FINISHED, **_by(stats.finished)},
-        "request_errors": {**_FAILED, **_by(stats.failed), (errors.RequestCancelled.reason,): _cancelled(stats)},
-        "request_attempts": stats.attempts,
-        "placements": {("split",): stats.placed_split, ("local",): stats.placed_local},
+        "request_success": {**_FINISHED, **_by(counts.finished)},
+        "request_errors": {**_FAILED, **_by(counts.failed), (errors.RequestCancelled.reason,): _cancelled(counts)},
+        "request_attempts": counts.attempts,
+        "placements": {("split",): counts.split, ("local",): counts.local},
         "slo_requests": {
             (str(level), objective, str(met).lower()): count
             for (level, objective, met), count in stats.attainment.items()
         },
-        "prompt_tokens": stats.prompt_tokens,
-        "generation_tokens": stats.generated_tokens,
-        "prefix_cache_queries": stats.prompt_tokens,
-        "prefix_cache_hits": stats.cached_tokens,
+        "prompt_tokens": counts.prompt_tokens,
+        "generation_tokens": counts.generated_tokens,
+        "prefix_cache_queries": counts.prompt_tokens,
+        "prefix_cache_hits": counts.cached_tokens,
         "prefix_cache_ceiling": _by(stats.reuse_ceiling),
-        "prompt_tokens_not_cached": {**_NOT_CACHED, **_by(stats.not_cached_tokens)},
+        "prompt_tokens_not_cached": {**_NOT_CACHED, **_by(counts.not_cached_tokens)},
         "prefix_map_pages": stats.kv_index.pages,
         "prefix_map_repairs": {("gap",): stats.kv_index.gaps, ("digest",): stats.kv_index.divergences},
         "requests_waiting": {
@@ -115,9 +116,9 @@ def metric_samples(stats: RouterStats) -> Mapping[str, Sample]:
         "pins": _by(stats.pins),
         "peers": {(role,): count for role, count in stats.live.items()},
         "worker_slowdown": _by(stats.slowdowns),
-        "attempts_moved": stats.moved,
-        "prompts_moved": stats.prompts_moved,
-        "attempts_yielded": stats.yielded,
+        "attempts_moved": counts.moved,
+        "prompts_moved": counts.prompts_moved,
+        "attempts_yielded": counts.yielded,
         "peers_lost": {**_LOST, **stats.lost},
         "predicted_utilization": {}
         if utilization is None
@@ -140,8 +141,8 @@ def _by(counts: Mapping[Name, float]) -> Mapping[Labels, float]:
     return {(label,): count for label, count in counts.items()}
 
 
-def _cancelled(stats: RouterStats) -> float:
-    return stats.cancelled + stats.failed.get(errors.RequestCancelled.reason, 0)
+def _cancelled(counts: RequestCounts) -> float:
+    return counts.cancelled + counts.failed.get(errors.RequestCancelled.reason, 0)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 # pyright: strict
 
+from __future__ import annotations
+
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.not_cached import Reason
 
@@ -30,8 +32,8 @@ class RequestCounts:
     failed: Counter[str] = field(default_factory=Counter[str])  # by reason
     cancelled: int = 0
     attempts: int = 0
-    split: int = 0
-    local: int = 0
+    split: int = 0  # attempts with a prefill worker
+    local: int = 0  # attempts whose decode worker computes the prompt itself
     resends: int = 0
     yielded: int = 0  # attempts that gave their place to others
     moved: int = 0  # attempts that were taken from a slow worker
@@ -41,6 +43,11 @@ class RequestCounts:
     not_cached_tokens: Counter[Reason] = field(default_factory=Counter[Reason])  # the same, by why they are not
     generated_tokens: int = 0
     pages: dict[str, PageCounts] = field(default_factory=dict[str, PageCounts])  # by the worker's name
+
+    def copy(self) -> RequestCounts:
+        """Return the counts as they stand now."""
+        finished, failed, not_cached = self.finished.copy(), self.failed.copy(), self.not_cached_tokens.copy()
+        return replace(self, finished=finished, failed=failed, not_cached_tokens=not_cached, pages=dict(self.pages))
 
     def count_pages(
         self, worker: str, *, stored: int = 0, hits: int = 0, fetched: int = 0, across: int = 0, on_device: int = 0

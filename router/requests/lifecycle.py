@@ -377,10 +377,8 @@ class RequestManager:
         self._counts.split += plan.prefill is not None
         self._counts.local += plan.prefill is None
         decoder = self._members.require_live(plan.decode)
-        known, left = (
-            plan.cached_pages * ask.prefix.page_size,
-            self.view.expected_output(ask.max_tokens - request.generated),
-        )
+        known = plan.cached_pages * ask.prefix.page_size
+        left = self.view.expected_output(ask.max_tokens - request.generated)
         if plan.prefill is not None:
             prompt = PendingPrefill(ask.tokens - 1 - known, known, fills_gap=request.lowest)
             self._members.require_live(plan.prefill).assign_prefill(name, prompt, now)
@@ -402,8 +400,9 @@ class RequestManager:
             self._explanations.noted(request, f"{note}: {', '.join(ways)}")
         if (card := self._members.card) is not None and card.namespace.numerics == MIXED:
             self._explanations.noted(request, _MIXED)
-        if request.account.decode_workers[-1:] != [decoder.peer.name]:
-            request.account.decode_workers.append(decoder.peer.name)
+        served = request.account.served
+        if served.decode_workers[-1:] != (decoder.peer.name,):
+            served.decode_workers += (decoder.peer.name,)
         assert request.max_tokens is not None, request.name
         spec = request.spec
         message = Decode(

@@ -104,7 +104,8 @@ class WorkerMessageHandler:
         name = self._members.require_live(attempt.decode).peer.name
         self._counts.count_pages(name, fetched=fetched, across=min(fetched, across), on_device=on_device)
         if attempt.phase is not RequestPhase.RUNNING:  # a preempted sequence says it again when it resumes
-            request.account.pages_on_device, request.account.pages_fetched = on_device, fetched
+            served = request.account.served
+            served.pages_on_device, served.pages_fetched = on_device, fetched
             self._loaded(request, event)
         self._run(request, attempt, now)
 
@@ -136,17 +137,15 @@ class WorkerMessageHandler:
     def _compare(self, request: Request, attempt: Attempt, now: float) -> None:
         """Record predicted and actual load times, for explanations."""
         took = now - (request.timeline.placed or now)
-        loads = (
-            f"; loads took {request.account.load_ms} ms, predicted {request.account.predicted_ms} ms"
-            if request.account.load_ms
-            else ""
-        )
+        served = request.account.served
+        loads = f"; loads took {served.load_ms} ms, predicted {served.predicted_ms} ms" if served.load_ms else ""
         text = f"started in {took:.3f} s, predicted {attempt.placement.predicted.total:.3f} s{loads}"
         self._out.log(f"attempt {attempt.name.attempt} {text}", request.name, detail=True)
 
     def _loaded(self, request: Request, event: messages.Started | messages.Prefilled) -> None:
         predicted, took = min(event.predicted_ms, _MOST_MS), min(event.load_ms, _MOST_MS)
-        request.account.loaded(predicted, took)
+        request.account.served.predicted_ms += predicted
+        request.account.served.load_ms += took
         self._scores.add("fetch", predicted / 1_000, took / 1_000)
 
     def _pages(self, request: Request) -> int:
@@ -264,17 +263,17 @@ class WorkerMessageHandler:
         if attempt.prefilled:
             return
         attempt.prefill_unreported = 0
-        account, pages, computed = request.account, self._pages(request), min(event.computed, attempt.start)
+        served, pages, computed = request.account.served, self._pages(request), min(event.computed, attempt.start)
         hit, stored = min(event.hit, pages), min(event.stored, pages)
-        account.prefill_computed += computed
+        served.tokens_computed += computed
         self._explanations.prefilled(request, computed)
         if attempt.prefill is not None:
             worker = self._members.require_live(attempt.prefill).peer.name
             self._counts.count_pages(worker, stored=stored, hits=hit)
-        account.pages_hit += hit
-        account.pages_shipped += stored
-        account.prefill_queue_ms = min(event.queue_ms, _MOST_MS)
-        account.prefill_compute_ms = min(event.compute_ms, _MOST_MS)
+        served.pages_hit += hit
+        served.pages_shipped += stored
+        served.prefill_queue_ms = min(event.queue_ms, _MOST_MS)
+        served.prefill_compute_ms = min(event.compute_ms, _MOST_MS)
         if (plan := attempt.placement).helpers:
             chunks = -(-(plan.fetch_pages - plan.cached_pages) // plan.chunk_pages)
             workers = 1 + len(plan.helpers)
@@ -356,7 +355,7 @@ class WorkerMessageHandler:
         attempt.prefill_unreported = request.missing_tokens(
             attempt.placement.cached_pages, self._config.pages.page_size
         )
-        request.account.prefill_worker = member.peer.name
+        request.account.served.prefill_worker = member.peer.name
         request.timeline.prefill_sent = now
 
     # --- what both say -----------------------------------------------------------------------------------------------

@@ -416,7 +416,7 @@ def test_a_sick_worker_does_not_multiply_the_work() -> None:
             cluster.say(decode, WorkerFailed(order.request, order.attempt, "internal", "sick"))
         cluster.advance(0.1)
         cluster.beat(decode)
-    assert 4 + 10 + 18 <= cluster.state.stats().attempts <= 4 + 10 + 21
+    assert 4 + 10 + 18 <= cluster.state.stats().counts.attempts <= 4 + 10 + 21
     assert all(cluster.alive(f"r{i}") for i in range(4))  # they wait; none has failed
 
 

@@ -182,7 +182,7 @@ def test_the_turns_of_a_session_tell_why_they_were_not_cached(lab: Lab, decode: 
         reason="evicted", page=6, token=24, tokens={"evicted": 24, "tail": 2}, tier="GPU", evicted_ms=2_000,
         other_request="b-2",
     )  # fmt: skip
-    counts = lab.state.stats()
+    counts = lab.state.stats().counts
     assert counts.not_cached_tokens == {"new": 48, "evicted": 48, "tail": 6}
     assert sum(counts.not_cached_tokens.values()) + counts.cached_tokens == counts.prompt_tokens
 

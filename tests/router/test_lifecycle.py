@@ -55,8 +55,8 @@ def test_a_local_request_from_decode_to_end(lab: Lab, decode: str) -> None:
     assert end.summary.timeline.ttft == 0
     assert end.summary.timeline.tpot(3) == 0.5
     assert lab.cancelled(decode) == [1]
-    stats = lab.state.stats()
-    assert (stats.finished, stats.placed_local, stats.placed_split, stats.running) == ({"length": 1}, 1, 0, 0)
+    counts = lab.state.stats().counts
+    assert (counts.finished, counts.local, counts.split, lab.state.stats().running) == ({"length": 1}, 1, 0, 0)
 
 
 def test_a_split_request_prefills_only_once_decode_has_accepted(
@@ -78,7 +78,7 @@ def test_a_split_request_prefills_only_once_decode_has_accepted(
     served = end.summary.served
     assert (served.prefill_worker, served.pages_fetched, served.pages_shipped) == ("prefill-0", 4, 4)
     assert (served.prefill_queue_ms, served.prefill_compute_ms) == (4, 5)
-    assert lab.state.stats().placed_split == 1
+    assert lab.state.stats().counts.split == 1
 
 
 def test_a_prefill_account_that_comes_after_its_pages_is_counted(

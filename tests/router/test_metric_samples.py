@@ -82,8 +82,8 @@ def test_what_clients_cause_themselves_says_nothing_of_objectives() -> None:
     for name in ("runs", "over its rate"):
         cluster.submit(name, tenant="slow")
     cluster.submit("too long", prompt=CONTEXT + 1)
-    stats = cluster.state.stats()
-    assert (stats.cancelled, dict(stats.failed)) == (1, {"rate_limited": 1, "context_too_long": 1})
+    counts = cluster.state.stats().counts
+    assert (counts.cancelled, dict(counts.failed)) == (1, {"rate_limited": 1, "context_too_long": 1})
     assert slo(cluster)["all"] == (0, 0)
 
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.keys import pack_tokens
 from router.events import Cancelled, ClientGone, Failed, Finished, StopMatched
-from router.views import RouterStats
+from router.requests.counts import RequestCounts
 from tests.router.cluster import Cluster
 from tests.router.model import CONFIG, submit
 from tests.router.processes import Process, Store
@@ -259,19 +259,19 @@ def test_a_busy_cluster_survives_random_faults(seed: int) -> None:
         cluster.round(loss=loss, lag=lag)
     cluster.settle()
     check_ends(cluster)
-    assert cluster.state.stats().finished
+    assert cluster.state.stats().counts.finished
 
 
-def twenty_requests(cluster: Cluster) -> RouterStats:
+def twenty_requests(cluster: Cluster) -> RequestCounts:
     """Serve requests that take an attempt each."""
     for i in range(20):
         cluster.submit(f"r{i}", 5 + 7 * i, 20, seed=i)
         cluster.round()
     cluster.settle()
     check_ends(cluster)
-    stats = cluster.state.stats()
-    assert sum(stats.finished.values()) == stats.attempts == 20
-    return stats
+    counts = cluster.state.stats().counts
+    assert sum(counts.finished.values()) == counts.attempts == 20
+    return counts
 
 
 def test_without_faults_every_request_takes_one_attempt() -> None:
@@ -281,9 +281,9 @@ def test_without_faults_every_request_takes_one_attempt() -> None:
         cluster.start("decode", f"decode-{i}")
         cluster.start("prefill", f"prefill-{i}")
     cluster.run(0.2)
-    stats = twenty_requests(cluster)
-    assert stats.resends == 0
-    assert stats.placed_split > 0
+    counts = twenty_requests(cluster)
+    assert counts.resends == 0
+    assert counts.split > 0
 
 
 def two_kinds_of_nodes(cluster: Cluster) -> None:
@@ -300,8 +300,8 @@ def two_kinds_of_nodes(cluster: Cluster) -> None:
 def test_workers_of_different_nodes_share_every_request() -> None:
     cluster = Cluster()
     two_kinds_of_nodes(cluster)
-    stats = twenty_requests(cluster)
-    assert stats.placed_split > 15  # one prompt has a single page, and some are cached as a whole
+    counts = twenty_requests(cluster)
+    assert counts.split > 15  # one prompt has a single page, and some are cached as a whole
 
 
 PATIENT = msgspec.structs.replace(
@@ -332,6 +332,6 @@ def test_no_attempt_stays_with_a_store_that_died(node: str, restarts: bool) -> N
         cluster.settle(limit=5.0)
         check_ends(cluster)
         stats = cluster.state.stats()
-        assert sum(stats.finished.values()) == 6
-        attempts += stats.attempts - 6
+        assert sum(stats.counts.finished.values()) == 6
+        attempts += stats.counts.attempts - 6
     assert attempts > 0, "none was there when it died"

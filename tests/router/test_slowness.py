@@ -216,7 +216,7 @@ def test_a_request_moves_from_a_slow_worker_with_its_tokens_and_counts_no_failur
     order = [each for each in lab.sent(Decode, other) if each.request == "r"][-1]
     assert order.attempt == 2
     assert len(order.tokens) // 4 == 10 + len(lab.emitted("r"))
-    assert lab.state.stats().moved == 1
+    assert lab.state.stats().counts.moved == 1
     record = lab.state.explain("r", None)
     assert record.request.history.failures == 0
     assert record.request.history.excluded == {victim}, "it moves no more often than there are workers"
@@ -231,7 +231,7 @@ def test_a_request_stays_with_a_healthy_worker() -> None:
     lab, victim, other = two_workers()
     stream(lab, victim, other, gap=0.02, seconds=3.0)
     assert lab.cancelled(victim) == []
-    assert lab.state.stats().moved == 0
+    assert lab.state.stats().counts.moved == 0
 
 
 def test_an_order_that_a_late_worker_does_not_answer_goes_elsewhere() -> None:

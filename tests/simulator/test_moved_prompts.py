@@ -51,7 +51,7 @@ def test_an_idle_worker_computes_the_rest() -> None:
     load = [long(100, tokens=10_000), long(200, 0.01), long(300, 0.02), long(400, 0.03)]
     _, stayed = run(load, move=False)
     world, moved = run(load, move=True)
-    assert world.router.state.stats().prompts_moved == 1
+    assert world.router.state.stats().counts.prompts_moved == 1
     assert max(moved) < 0.9 * max(stayed), (stayed, moved)
     assert all(there < here + 0.3 for here, there in zip(stayed, moved, strict=True)), (stayed, moved)
     ((first, second),) = [each.attempts for each in _moved(world)]
@@ -62,7 +62,7 @@ def test_an_idle_worker_computes_the_rest() -> None:
 def test_a_prompt_leaves_a_worker_that_became_slow() -> None:
     load = [long(100), long(200, 0.01, 5_000)]
     stayed, moved = (run(load, move=move, event=lambda world: world.slow_down(FROM, 5.0)) for move in (False, True))
-    assert moved[0].router.state.stats().prompts_moved == 1
+    assert moved[0].router.state.stats().counts.prompts_moved == 1
     assert max(moved[1]) < 0.7 * max(stayed[1]), (stayed[1], moved[1])
 
 
@@ -73,7 +73,7 @@ def test_a_worker_that_comes_takes_its_part() -> None:
 
     load = [long(100, 1.0), long(200, 1.01)]
     stayed, moved = (run(load, move=move, event=ends, at=2.5) for move in (False, True))
-    assert moved[0].router.state.stats().prompts_moved == 1
+    assert moved[0].router.state.stats().counts.prompts_moved == 1
     assert max(moved[1]) < 0.8 * max(stayed[1]), (stayed[1], moved[1])
 
 
@@ -106,4 +106,4 @@ def test_moves_make_the_mean_of_random_loads_no_worse() -> None:
 def test_nothing_is_moved_where_there_is_no_other(layout: str) -> None:
     world = cluster(layout)
     serve(world, Random(0.3, Lengths("uniform", 1_000, LONG), Lengths("uniform", 5, 20)).arrivals(30, Wishes(), 1))
-    assert world.router.state.stats().prompts_moved == 0
+    assert world.router.state.stats().counts.prompts_moved == 0

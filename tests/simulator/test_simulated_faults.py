@@ -107,5 +107,5 @@ def test_two_routers_share_the_workers() -> None:
     world = two_routers("3P+3D", 1)
     measures = serve(world, LOAD.arrivals(80, Wishes(max_tokens=200), 1))
     assert measures.ends == {"finished": 80}
-    assert [sum(router.state.stats().finished.values()) for router in world.routers.values()] == [40, 40]
+    assert [sum(router.state.stats().counts.finished.values()) for router in world.routers.values()] == [40, 40]
     nobody_is_left(world)

@@ -66,7 +66,7 @@ def shares(world: SimulatedCluster, *bounds: float) -> list[float]:
 def test_requests_leave_a_slow_worker_and_come_back(layout: str, ailment: str) -> None:
     world = run(layout, AILMENTS[ailment], VICTIM, checked=ailment == "900 of 1000 ms")
     before, _, slow, _, after = shares(world, BEGIN, SLOW, SLOW + LEFT, HEALTHY, HEALTHY + BACK, END)
-    print(ailment, layout, before, slow, after, world.router.state.stats().moved)
+    print(ailment, layout, before, slow, after, world.router.state.stats().counts.moved)
     assert before > 0.2
     assert slow < 0.08
     assert after > 0.2
@@ -77,7 +77,7 @@ def test_requests_leave_a_slow_worker_and_come_back(layout: str, ailment: str) -
 def test_no_worker_is_slower_than_others_where_all_are(ailment: str) -> None:
     names = [f"decode-{i:04}" for i in range(3)]
     world = run("2P+3D", AILMENTS[ailment], *names)
-    assert world.router.state.stats().moved == 0
+    assert world.router.state.stats().counts.moved == 0
     (share,) = shares(world, SLOW + LEFT, HEALTHY)
     assert 0.2 < share < 0.5
 
@@ -85,9 +85,9 @@ def test_no_worker_is_slower_than_others_where_all_are(ailment: str) -> None:
 @pytest.mark.parametrize("ailment", ["45 of 50 ms", "steps"])
 def test_a_lone_decode_worker_is_no_outlier(ailment: str) -> None:
     world = run("1P+1D", AILMENTS[ailment], "decode-0000")
-    assert world.router.state.stats().moved == 0
+    assert world.router.state.stats().counts.moved == 0
 
 
 def test_nothing_is_moved_in_a_healthy_cluster() -> None:
     world = run("2P+3D", well, VICTIM)
-    assert world.router.state.stats().moved == 0
+    assert world.router.state.stats().counts.moved == 0
