@@ -10,28 +10,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
+from baton import messages as msg
 from baton.attempt_table import AttemptTable
 from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.errors import BatonError, MalformedMessage, ModelMismatch, StoreError, StoreGone
 from baton.membership import RouterLost, SendToRouter
-from baton.messages import (
-    MAX_KEYS_PER_CALL,
-    AttemptFailed,
-    AttemptName,
-    Cancel,
-    Heartbeat,
-    LoadReport,
-    LowerTier,
-    PageSource,
-    Prefill,
-    Prefilled,
-    Refused,
-    RouterHeartbeat,
-    StepSample,
-)
 from baton.router_fairness import RouterFairness
 from baton.store_protocol import NotReserved, Reserved, StoreCall, StoreReply
 from baton.waits import WaitEdge
@@ -72,7 +58,7 @@ _SHORT = 0.5  # of a step's time: behind a step that is shorter, the next one is
 
 PrefillCommand: TypeAlias = SendToRouter | CallStore | DuplicatePage | ComparePages | LeaveRing
 PrefillEvent: TypeAlias = (
-    Prefill | Cancel | RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
+    msg.Prefill | msg.Cancel | msg.RouterHeartbeat | StoreReply | CopiedIn | CopiedOut | StoreUp | StoreLost
     | RouterLost | Tick | StepLaunched | StepDone | StepOutOfMemory | StepFailed | PagesCompared
 )  # fmt: skip
 
@@ -94,7 +80,7 @@ class PrefillStats:
     pages_refilled: int  # of those that were cached when a store came up, those written to it
     pages_recomputed: int
     pages_differing: int
-    load_regret: Mapping[LowerTier, float]  # seconds lost to loads that took longer than computing would have
+    load_regret: Mapping[msg.LowerTier, float]  # seconds lost to loads that took longer than computing would have
 
 
 class PrefillScheduler:
@@ -107,7 +93,7 @@ class PrefillScheduler:
         num_pages: int,
         *,
         event_tokens: bool = False,
-        calibration: Sequence[StepSample] = (),
+        calibration: Sequence[msg.StepSample] = (),
         vocab_size: int | None = None,
         copies_overlap: bool = False,
         groups: WindowGroups = NO_GROUPS,
@@ -137,7 +123,7 @@ class PrefillScheduler:
         self._leases = itertools.count(1)
         self._refill = StoreRefill(self._blocks, self._leases)
         self._recomputation = Recomputation(self._blocks, self._leases, page_size, recompute_share)
-        self._window = MAX_KEYS_PER_CALL  # pages of a write, at most
+        self._window = msg.MAX_KEYS_PER_CALL  # pages of a write, at most
         self._slots = 0  # of the arena; 0 without a store
         self._page_bytes = 0
         self._step_limit = StepLimit(config.max_num_batched_tokens, page_size)
@@ -163,9 +149,9 @@ class PrefillScheduler:
 
     def _handle(self, event: PrefillEvent, router: str, now: float) -> list[PrefillCommand]:
         match event:
-            case Prefill():
+            case msg.Prefill():
                 return self._prefill(event, router, now)
-            case Cancel() | RouterHeartbeat() | RouterLost():
+            case msg.Cancel() | msg.RouterHeartbeat() | RouterLost():
                 if isinstance(event, RouterLost):
                     self._fairness.admitted(event.router)
                 return [c for job in self._requests.ended_by(event, router) for c in self._drop_request(job)]
@@ -200,8 +186,8 @@ class PrefillScheduler:
             case _:
                 return self._transfer(event, now)
 
-    def _prefill(self, order: Prefill, router: str, now: float) -> list[PrefillCommand]:
-        name = AttemptName(order.request, order.attempt)
+    def _prefill(self, order: msg.Prefill, router: str, now: float) -> list[PrefillCommand]:
+        name = msg.AttemptName(order.request, order.attempt)
         commands: list[PrefillCommand] = []
         try:
             if (old := self._requests.before(name, router)) is not None:
@@ -214,9 +200,9 @@ class PrefillScheduler:
             if len(tokens) < self._page_size:
                 raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
         except BatonError as error:
-            return [*commands, SendToRouter(AttemptFailed(*_named(name), error.reason, str(error)), router)]
+            return [*commands, SendToRouter(msg.AttemptFailed(*astuple(name), error.reason, str(error)), router)]
         if not self._slots:
-            failed = AttemptFailed(*_named(name), StoreGone.reason, "this worker's node has no store now")
+            failed = msg.AttemptFailed(*astuple(name), StoreGone.reason, "this worker's node has no store now")
             return [*commands, SendToRouter(failed, router)]
         keys = prompt_keys(order.root, order.tokens, self._page_size)
         first = self._groups.first_page(len(tokens) // self._page_size * self._page_size)
@@ -224,10 +210,10 @@ class PrefillScheduler:
         if len(keys) + window_pages > self._slots:
             # No window helps: pages keep the pages before them, so a chain must fit as a whole.
             message = f"the prompt takes {len(keys) + window_pages} pages and the node's arena has {self._slots}"
-            return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*astuple(name), "too_large", message), router)]
         if (needed := len(keys) * (1 + self._groups.count)) > self._num_pages:
             message = f"the prompt takes {needed} pages and this worker has {self._num_pages}"
-            return [*commands, SendToRouter(Refused(*_named(name), "too_large", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*astuple(name), "too_large", message), router)]
         commands += [c for job in self._active for c in self._leave_ring(job)]
         active = self._active
         waits = self._fairness.must_wait(router, Counter(job.owner for job in active), now)
@@ -239,7 +225,7 @@ class PrefillScheduler:
         if allocation is None:
             self._fairness.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._blocks.available} pages are free"
-            return [*commands, SendToRouter(Refused(*_named(name), "busy", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*astuple(name), "busy", message), router)]
         self._fairness.admitted(router)
         pages, complete, table = allocation
         job = PrefillRequest(
@@ -371,7 +357,9 @@ class PrefillScheduler:
         first = max(have, groups.first_page(min(hits * self._page_size, len(job.tokens))))
         pages = job.pages[have:hits] + job.window_pages[first * groups.count : hits * groups.count]
         apart = groups.keys(job.keys[first:hits])
-        sources = [PageSource(s.store, s.endpoint, s.pages - have) for s in job.sources if apart and s.pages >= hits]
+        sources = [
+            msg.PageSource(s.store, s.endpoint, s.pages - have) for s in job.sources if apart and s.pages >= hits
+        ]
         job.fetch = PageFetch(self._leases, job.keys[have:hits], pages, False, b"", sources, apart=apart)
         return self._ask(job, job.fetch.leases, job.fetch.start())
 
@@ -424,7 +412,7 @@ class PrefillScheduler:
         return [*ring.leave(), *self._drop(ring.lease)]
 
     def _end_help(self, job: PrefillRequest) -> list[PrefillCommand]:
-        account = Prefilled(*_named(job.name), computed=job.computed_here, hit=0, stored=0)
+        account = msg.Prefilled(*astuple(job.name), computed=job.computed_here, hit=0, stored=0)
         return [*self._drop_request(job), SendToRouter(account, job.owner)]
 
     def _ring_heard(self, job: PrefillRequest, ring: Ring, event: TransferEvent) -> list[PrefillCommand]:
@@ -522,8 +510,8 @@ class PrefillScheduler:
         return [
             *left,
             SendToRouter(
-                Prefilled(
-                    *_named(job.name),
+                msg.Prefilled(
+                    *astuple(job.name),
                     computed=job.computed_here,
                     hit=hit,
                     stored=job.pages_stored,
@@ -748,7 +736,10 @@ class PrefillScheduler:
         job.pages, job.window_pages = BlockTable(), BlockTable()
 
     def _fail(self, job: PrefillRequest, reason: str, message: str) -> list[PrefillCommand]:
-        return [*self._drop_request(job), SendToRouter(AttemptFailed(*_named(job.name), reason, message), job.owner)]
+        return [
+            *self._drop_request(job),
+            SendToRouter(msg.AttemptFailed(*astuple(job.name), reason, message), job.owner),
+        ]
 
     def _tick(self, now: float, paused: float) -> list[PrefillCommand]:
         most = self._config.store_timeout_ms / 1_000
@@ -787,7 +778,7 @@ class PrefillScheduler:
         """Every lease at the store that we still care about."""
         return (*self._owners, *self._copies.ending, *self._refill.leases, *self._recomputation.leases)
 
-    def heartbeat(self, heard: int, router: str = "") -> Heartbeat:
+    def heartbeat(self, heard: int, router: str = "") -> msg.Heartbeat:
         """For one router: what it owns, and how busy we are with all."""
         active = self._active
         load = replace(
@@ -798,12 +789,12 @@ class PrefillScheduler:
             steps=self._step_costs.last,
         )
         others = self._load([job for job in active if job.owner != router])
-        return Heartbeat(heard, load, self._step, attempts=self._requests.held_for(router), others=others)
+        return msg.Heartbeat(heard, load, self._step, attempts=self._requests.held_for(router), others=others)
 
-    def _load(self, active: Sequence[PrefillRequest]) -> LoadReport:
+    def _load(self, active: Sequence[PrefillRequest]) -> msg.LoadReport:
         running = sum(job.phase is PrefillPhase.COMPUTING for job in active)
         queued = sum(job.pending - self._made_by_others(job) for job in active)
-        return LoadReport(running=running, waiting=len(active) - running, tokens_queued=queued)
+        return msg.LoadReport(running=running, waiting=len(active) - running, tokens_queued=queued)
 
     def _made_by_others(self, job: PrefillRequest) -> int:
         """Tokens of this prompt that another one computes."""
@@ -864,7 +855,3 @@ class PrefillScheduler:
         jobs = {id(job) for job in self._requests.values()}
         assert all(id(job) in jobs for job in self._owners.values())
         assert self._copies.leases <= set(self._owners)
-
-
-def _named(name: AttemptName) -> tuple[str, int]:
-    return name.request, name.attempt

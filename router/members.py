@@ -20,18 +20,8 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
+from baton import messages as msg
 from baton.errors import Incompatible
-from baton.messages import (
-    PROTOCOL_VERSION,
-    AdapterCard,
-    AttemptName,
-    Hello,
-    LoadReport,
-    ModelCard,
-    Peer,
-    Role,
-    difference,
-)
 
 _REMEMBERED = 4_096  # incarnations; far more than processes ever start while one of them is still around
 _UNANSWERED = 16  # Decodes on their way to one worker; without a limit, a full worker would refuse a whole queue
@@ -80,16 +70,16 @@ class MemberRecord:
     """A live process, or one that went. What placement reads of it changes only through methods, which report the
     change in `changes`."""
 
-    hello: Hello
+    hello: msg.Hello
     heard_at: float  # when it last said anything, seconds
-    load: LoadReport = field(default_factory=LoadReport)
-    assigned: dict[AttemptName, AssignedAttempt] = field(default_factory=dict[AttemptName, AssignedAttempt])
-    pending_prefills: dict[AttemptName, PendingPrefill] = field(
-        default_factory=dict[AttemptName, PendingPrefill]
+    load: msg.LoadReport = field(default_factory=msg.LoadReport)
+    assigned: dict[msg.AttemptName, AssignedAttempt] = field(default_factory=dict[msg.AttemptName, AssignedAttempt])
+    pending_prefills: dict[msg.AttemptName, PendingPrefill] = field(
+        default_factory=dict[msg.AttemptName, PendingPrefill]
     )  # prompts it is to compute
-    unanswered: set[AttemptName] = field(default_factory=set[AttemptName])  # neither accepted nor refused
+    unanswered: set[msg.AttemptName] = field(default_factory=set[msg.AttemptName])  # neither accepted nor refused
     busy_since: int | None = None  # sequence of the work it had no room for; none: it may have room
-    positions: dict[AttemptName, int] = field(default_factory=dict[AttemptName, int])  # as last reported
+    positions: dict[msg.AttemptName, int] = field(default_factory=dict[msg.AttemptName, int])  # as last reported
     gone: GoneReason | None = None
     draining: bool = False  # it is given nothing new
     unresponsive: bool = False  # by its last heartbeat its main loop reads nothing, in a long step or because it hangs
@@ -115,7 +105,7 @@ class MemberRecord:
         self.mark_changed()
 
     @property
-    def peer(self) -> Peer:
+    def peer(self) -> msg.Peer:
         return self.hello.peer
 
     @property
@@ -145,14 +135,14 @@ class MemberRecord:
 
     # --- work --------------------------------------------------------------------------------------------------------
 
-    def assign_prefill(self, name: AttemptName, prompt: PendingPrefill, now: float) -> None:
+    def assign_prefill(self, name: msg.AttemptName, prompt: PendingPrefill, now: float) -> None:
         """It is to compute a prompt, at once or when another worker has room for the pages."""
         if not self.pending_prefills:
             self.prefill_busy_since = now
         self.pending_prefills[name] = prompt
         self.mark_changed()
 
-    def assign(self, name: AttemptName, work: AssignedAttempt) -> None:
+    def assign(self, name: msg.AttemptName, work: AssignedAttempt) -> None:
         """A message to it begins an attempt."""
         self.assigned[name] = work
         self.context += work.context
@@ -160,7 +150,7 @@ class MemberRecord:
         self.free_pages -= work.new_pages
         self.mark_changed()
 
-    def prefill_done(self, name: AttemptName, now: float | None = None) -> None:
+    def prefill_done(self, name: msg.AttemptName, now: float | None = None) -> None:
         """It has computed that prompt, at `now`, or need not any more: there is a slot for another."""
         if (prompt := self.pending_prefills.pop(name, None)) is None:
             return
@@ -172,7 +162,7 @@ class MemberRecord:
             self.prefill_busy_since += prompt.seconds  # that went into this one; the next report tells better
         self.mark_changed()
 
-    def unassign(self, name: AttemptName) -> bool:
+    def unassign(self, name: msg.AttemptName) -> bool:
         """It has nothing to do with this attempt any more. False: it was never given it."""
         self.mark_changed(room=name in self.pending_prefills or name in self.assigned)
         self.prefill_done(name)
@@ -185,12 +175,12 @@ class MemberRecord:
         self.free_pages += work.new_pages
         return True
 
-    def answered(self, name: AttemptName) -> None:
+    def answered(self, name: msg.AttemptName) -> None:
         """It has said whether it takes it."""
         self.unanswered.discard(name)
         self.mark_changed(room=True)
 
-    def mark_busy(self, name: AttemptName) -> None:
+    def mark_busy(self, name: msg.AttemptName) -> None:
         """It had no room for this."""
         self.busy_since = self.assigned[name].sequence
         self.mark_changed()
@@ -228,7 +218,7 @@ class MemberRecord:
             self.tracing = mark
 
     def update_load(
-        self, load: LoadReport, heard: int, others: LoadReport, now: float, *, unresponsive: bool = False
+        self, load: msg.LoadReport, heard: int, others: msg.LoadReport, now: float, *, unresponsive: bool = False
     ) -> None:
         """A heartbeat: what it says of itself holds for everything that was given up to the message `heard`. `others`
         is what other routers' work makes of `load`. If that has changed, or if the loop goes on again, there may be
@@ -263,14 +253,19 @@ class ClusterMembership:
     def __init__(self, page_size: int, adapters: Iterable[str] = ()) -> None:
         """`adapters`: the names of the LoRA adapters of the configuration. Every worker has them all."""
         self._page_size, self._configured = page_size, sorted(adapters)
-        self.adapters: dict[str, AdapterCard] = {}  # all that were loaded and not unloaded, by name
+        self.adapters: dict[str, msg.AdapterCard] = {}  # all that were loaded and not unloaded, by name
         self._live: dict[str, MemberRecord] = {}  # by incarnation
-        self._by_role: dict[Role, dict[str, MemberRecord]] = {"router": {}, "prefill": {}, "decode": {}, "store": {}}
+        self._by_role: dict[msg.Role, dict[str, MemberRecord]] = {
+            "router": {},
+            "prefill": {},
+            "decode": {},
+            "store": {},
+        }
         self._gone: dict[str, MemberRecord] = {}  # by name, until replaced
         self._known: dict[str, _LinkCounter] = {}  # by incarnation, oldest first
         self._met = 0
         self.reloading: set[str] = set()  # incarnations that are to end: the weights that they serve are replaced
-        self.lost: Counter[tuple[Role, GoneReason]] = Counter()  # processes that went, since the start
+        self.lost: Counter[tuple[msg.Role, GoneReason]] = Counter()  # processes that went, since the start
         self.changes = ClusterChanges()
 
     def get(self, incarnation: str) -> MemberRecord | None:
@@ -287,10 +282,10 @@ class ClusterMembership:
         """The live ones; members may leave meanwhile."""
         return iter(list(self._live.values()))
 
-    def with_role(self, role: Role) -> list[MemberRecord]:
+    def with_role(self, role: msg.Role) -> list[MemberRecord]:
         return list(self._by_role[role].values())
 
-    def schedulable(self, role: Role) -> list[MemberRecord]:
+    def schedulable(self, role: msg.Role) -> list[MemberRecord]:
         """The live ones that may be given something."""
         return [member for member in self.with_role(role) if not member.draining]
 
@@ -334,7 +329,7 @@ class ClusterMembership:
                 member.gone = "stuck"
 
     @property
-    def card(self) -> ModelCard | None:
+    def card(self) -> msg.ModelCard | None:
         """The model that is served, with all its adapters: that of the first live worker whose weights stay."""
         staying = (member for member in self._live.values() if member.incarnation not in self.reloading)
         card = next((member.hello.model for member in staying if member.hello.model), None)
@@ -349,11 +344,11 @@ class ClusterMembership:
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
-    def check(self, hello: Hello) -> None:
+    def check(self, hello: msg.Hello) -> None:
         """Raises Incompatible, naming what differs and both values, for a process that can't join."""
         peer = hello.peer
-        if hello.protocol != PROTOCOL_VERSION:
-            raise Incompatible(f"protocol is {hello.protocol} and this cluster speaks {PROTOCOL_VERSION}")
+        if hello.protocol != msg.PROTOCOL_VERSION:
+            raise Incompatible(f"protocol is {hello.protocol} and this cluster speaks {msg.PROTOCOL_VERSION}")
         if peer.role == "router":
             raise Incompatible(f"role of {peer.name} is router, and so is mine; connect to a cluster of your own")
         if peer.role == "store":
@@ -376,7 +371,7 @@ class ClusterMembership:
                 f"pid {rival.peer.pid} on node {rival.peer.node}; end this process"
             )
 
-    def join(self, hello: Hello, now: float) -> MemberRecord:
+    def join(self, hello: msg.Hello, now: float) -> MemberRecord:
         """A process that has passed `check`; again for one that is live and says Hello again."""
         mine = {one.name: one for one in hello.model.adapters} if hello.model else {}
         if (member := self._live.get(hello.peer.incarnation)) is not None:
@@ -411,7 +406,7 @@ class ClusterMembership:
             member.prefill_busy_since += seconds
             member.mark_changed()
 
-    def _check_card(self, card: ModelCard) -> None:
+    def _check_card(self, card: msg.ModelCard) -> None:
         if card.namespace.page_size != self._page_size:
             raise Incompatible(f"page_size is {card.namespace.page_size} and this cluster has {self._page_size}")
         theirs = [one.name for one in card.adapters]
@@ -426,7 +421,7 @@ class ClusterMembership:
         for one in card.adapters:
             if (other := self.adapters.get(one.name, one)).digest != one.digest:
                 raise Incompatible(f"LoRA adapter {one.name} is {one.digest} and this cluster has {other.digest}")
-        if mismatch := difference(card.namespace, served.namespace):
+        if mismatch := msg.difference(card.namespace, served.namespace):
             raise Incompatible(mismatch)
         if card.page_bytes != served.page_bytes:
             raise Incompatible(f"page_bytes is {card.page_bytes} and this cluster has {served.page_bytes}")

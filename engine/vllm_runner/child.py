@@ -22,23 +22,6 @@ from engine.cuda.errors import device_errors
 from engine.vllm_runner import messages
 from engine.vllm_runner.device_memory import lacks_of_memory
 from engine.vllm_runner.layers import STATE_WINDOW
-from engine.vllm_runner.messages import (
-    AddAdapter,
-    Answer,
-    Attach,
-    Beside,
-    Copied,
-    Drawn,
-    Duplicate,
-    Failed,
-    In,
-    Load,
-    Loaded,
-    Order,
-    Out,
-    RemoveAdapter,
-    Step,
-)
 from engine.vllm_runner.ranks import CopyingRanks, RankLost, Ranks, die_with_parent
 from kvstore.layout import LATENT, STATES
 
@@ -71,7 +54,7 @@ class Fence:
 class Child:
     """A model in vLLM's executor."""
 
-    def __init__(self, order: Load) -> None:
+    def __init__(self, order: messages.Load) -> None:
         import torch
 
         from engine.vllm_runner.bring_up import NULL_BLOCKS, bring_up, lora_requests
@@ -97,13 +80,13 @@ class Child:
     def has_ranks(self) -> bool:
         return self._ranks.size > 1
 
-    def loaded(self) -> Loaded:
+    def loaded(self) -> messages.Loaded:
         model = self._config.model_config
         shape = {name: self.shape[name] for name in ("num_layers", "num_kv_heads", "head_dim", "dtype", "form")}
         pages = self._config.cache_config.num_gpu_blocks - self._null
         if shape["form"] != LATENT:
             shape["num_kv_heads"] *= self._ranks.size // self._ranks.stages
-        return Loaded(
+        return messages.Loaded(
             num_pages=pages, **shape, computed_in=str(model.dtype).removeprefix("torch."),
             vocab_size=model.get_vocab_size(), max_positions=self._context, process_ids=self._ranks.process_ids,
             copies_beside=self.shape["beside"], window_groups=len(self._windows) - 1, window=max(self._windows),
@@ -115,7 +98,7 @@ class Child:
         """A step may be launched before the one before it has ended."""
         return self._config.use_v2_model_runner
 
-    def launch(self, order: Step) -> Callable[[], Drawn]:
+    def launch(self, order: messages.Step) -> Callable[[], messages.Drawn]:
         """Begin a step. Return what waits for its end."""
         started = self._steps.launch(order)
         return lambda: self._steps.collect(started)
@@ -125,42 +108,50 @@ class Child:
         if self.has_ranks:
             self._copiers = CopyingRanks(self._ranks)
 
-    def attach(self, order: Attach, fd: int) -> Copied:
+    def attach(self, order: messages.Attach, fd: int) -> messages.Copied:
         """Takes over `fd`."""
         try:
             path = f"/proc/{os.getpid()}/fd/{fd}"
             self._copiers.call("baton_attach", path, order.slots, order.page_bytes, self._layers)
         finally:
             os.close(fd)
-        return Copied()
+        return messages.Copied()
 
-    def carry_out(self, order: Step | AddAdapter | RemoveAdapter | Duplicate | Out | In) -> Answer | None:
+    def carry_out(
+        self,
+        order: messages.Step
+        | messages.AddAdapter
+        | messages.RemoveAdapter
+        | messages.Duplicate
+        | messages.Out
+        | messages.In,
+    ) -> messages.Answer | None:
         began = time.perf_counter()
         match order:
-            case Step():
+            case messages.Step():
                 return self.launch(order)()
-            case AddAdapter(number=number, name=name, path=path):
+            case messages.AddAdapter(number=number, name=name, path=path):
                 self._steps.add_adapter(number, name, path)
-                return Copied()
-            case RemoveAdapter(number=number, gone=gone):
+                return messages.Copied()
+            case messages.RemoveAdapter(number=number, gone=gone):
                 self._steps.remove_adapter(number, gone)
-                return Copied()
-            case Duplicate(source=source, dest=dest):
+                return messages.Copied()
+            case messages.Duplicate(source=source, dest=dest):
                 self._ranks.call("baton_duplicate", source + self._null, dest + self._null)
                 self._duplicates.advance()
                 return None
-            case Out(pages=pages, slots=slots):
+            case messages.Out(pages=pages, slots=slots):
                 blocks = [page + self._null for page in pages]
                 sums = self._copiers.checksums("baton_out", blocks, slots)
                 if self._ranks.stages > 1:  # a head is whole once all stages have copied their layers of it
                     sums = self._copiers.checksums("baton_hash", slots)
-                return Copied(checksums=sums, seconds=time.perf_counter() - began)
-            case In(slots=slots, pages=pages, checksums=checksums):
+                return messages.Copied(checksums=sums, seconds=time.perf_counter() - began)
+            case messages.In(slots=slots, pages=pages, checksums=checksums):
                 self._duplicates.reach(order.after)
                 blocks = [page + self._null for page in pages]
                 actual = self._copiers.checksums("baton_in", slots, blocks, bool(checksums))
                 intact = [one == right for one, right in zip(actual, checksums, strict=True)] if checksums else None
-                return Copied(intact=intact or [True] * len(slots), seconds=time.perf_counter() - began)
+                return messages.Copied(intact=intact or [True] * len(slots), seconds=time.perf_counter() - began)
 
 
 def main(fd: int) -> None:
@@ -178,7 +169,7 @@ class Answers:
         self._thread = ThreadPoolExecutor(1, "answers")
         self._awaited: deque[Future[None]] = deque()
 
-    def give(self, order: Step, launched: Callable[[], Answer] | Failed) -> None:
+    def give(self, order: messages.Step, launched: Callable[[], messages.Answer] | messages.Failed) -> None:
         """Send that it failed, or what the step gives in the end, once all earlier answers have been sent."""
         self._awaited.append(self._thread.submit(self._give, order, launched))
 
@@ -191,12 +182,12 @@ class Answers:
                 log.error("a step has not ended within %.0f s", _PATIENCE)
                 os._exit(1)
 
-    def _give(self, order: Step, launched: Callable[[], Answer] | Failed) -> None:
-        answer = launched if isinstance(launched, Failed) else _attempt(order, launched)
+    def _give(self, order: messages.Step, launched: Callable[[], messages.Answer] | messages.Failed) -> None:
+        answer = launched if isinstance(launched, messages.Failed) else _attempt(order, launched)
         self._link.send_bytes(messages.encode(answer))
 
 
-def _attempt(order: Order, make: Callable[[], Result]) -> Result | Failed:
+def _attempt(order: messages.Order, make: Callable[[], Result]) -> Result | messages.Failed:
     """Return what `make` returns, or that it failed. Where all is lost, end this process."""
     try:
         with device_errors():
@@ -206,27 +197,27 @@ def _attempt(order: Order, make: Callable[[], Result]) -> Result | Failed:
         os._exit(1)
     except Exception as error:  # one bad order must not end the others; the worker hears of it
         log.exception("an order failed")
-        if isinstance(order, Duplicate):
+        if isinstance(order, messages.Duplicate):
             raise  # it has no answer: the worker hears of it by this process's end
-        return Failed(error.reason if isinstance(error, BatonError) else type(error).__name__, str(error))
+        return messages.Failed(error.reason if isinstance(error, BatonError) else type(error).__name__, str(error))
 
 
 def serve(link: Connection, child: Child | None = None) -> None:
     """Carry out the orders that come by `link` until it closes. The first one loads the child, if there is none yet."""
     answers = Answers(link)
 
-    def carry_out() -> Answer | None:
+    def carry_out() -> messages.Answer | None:
         nonlocal child
-        if isinstance(order, Load):
+        if isinstance(order, messages.Load):
             child = Child(order)
             return child.loaded()
         assert child is not None, "the first order is to load"
-        if isinstance(order, Beside):
+        if isinstance(order, messages.Beside):
             other = Connection(recv_handle(link))
             child.copy_beside()
             threading.Thread(target=serve, args=(other, child), name="copies", daemon=True).start()
-            return Copied()
-        if isinstance(order, Attach):
+            return messages.Copied()
+        if isinstance(order, messages.Attach):
             return child.attach(order, recv_handle(link))
         return child.carry_out(order)
 
@@ -237,7 +228,7 @@ def serve(link: Connection, child: Child | None = None) -> None:
             if child is not None and child.has_ranks:
                 os._exit(0)  # an orderly end of vLLM's processes takes seconds; the kernel ends them now
             return
-        if isinstance(order, Step) and child is not None and child.launches_ahead:
+        if isinstance(order, messages.Step) and child is not None and child.launches_ahead:
             answers.wait(1)  # vLLM has buffers for two steps
             answers.give(order, _attempt(order, partial(child.launch, order)))
             continue

@@ -43,18 +43,6 @@ from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.child_link import ChildLink, Pending
 from engine.vllm_runner.drafts import layers
 from engine.vllm_runner.leftovers import ProcessFolder
-from engine.vllm_runner.messages import (
-    AddAdapter,
-    Beside,
-    Drawn,
-    Duplicate,
-    Failed,
-    Load,
-    Loaded,
-    RemoveAdapter,
-    Row,
-    Step,
-)
 from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from engine.vllm_runner.requirements import Installation
@@ -116,8 +104,8 @@ class VllmRunner:
         link: Connection,
         process: ChildProcess,
         folder: ProcessFolder,
-        loaded: Loaded,
-        order: Load,
+        loaded: messages.Loaded,
+        order: messages.Load,
         fingerprint: bytes,
         device: str = "cpu",
         adapters: tuple[AdapterCard, ...] = (),
@@ -160,7 +148,7 @@ class VllmRunner:
         self.copies_overlap = loaded.copies_beside
         if loaded.copies_beside:
             ours, theirs = socket.socketpair()
-            self._child.order(Beside, theirs.detach())
+            self._child.order(messages.Beside, theirs.detach())
             self._copies = ChildLink(Connection(ours.detach()))
         ranks = {f"rank {number}": pid for number, pid in enumerate(loaded.process_ids)}
         self._watch = ProcessWatch({"process": process.pid} | ranks, self._lost)
@@ -226,7 +214,7 @@ class VllmRunner:
         NotEnoughMemory, StartupError and FolderUntrusted.
         """
         adapters = load_adapters(path, lora_modules, max_lora_rank, device)
-        order = Load(
+        order = messages.Load(
             str(path),
             dtype,
             num_pages,
@@ -273,7 +261,7 @@ class VllmRunner:
     @classmethod
     def _start(
         cls,
-        order: Load,
+        order: messages.Load,
         environment: Mapping[str, str],
         fingerprint: bytes,
         device: str,
@@ -293,9 +281,9 @@ class VllmRunner:
                 answer = messages.decode_answer(ours.recv_bytes())
             except (EOFError, OSError) as error:
                 raise StartupError(f"vLLM's process ended while it loaded {order.path}; its log says why") from error
-            if isinstance(answer, Failed):
+            if isinstance(answer, messages.Failed):
                 raise _refusal(order, answer)
-            assert isinstance(answer, Loaded)
+            assert isinstance(answer, messages.Loaded)
             try:
                 runner = cls(ours, process, folder, answer, order, fingerprint, device, cards)
             except ProcessLookupError as error:
@@ -315,10 +303,10 @@ class VllmRunner:
         masks = [draw.mask for chunk in chunks for _, draw in chunk.draws if draw.mask is not None]
         under_way = self._masks.start(masks) if masks else None
 
-        def step() -> Step:
+        def step() -> messages.Step:
             if under_way is not None:
                 self._masks.wait(under_way)
-            return Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
+            return messages.Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
 
         return RunningStep(self._child.order(step), list(zip(chunks, known, strict=True)), self)
 
@@ -334,7 +322,7 @@ class VllmRunner:
             raise UnsupportedModel(f"the LoRA adapter in {path} is loaded already, as {other.name}")
         self._numbered += 1
         number = self._numbered
-        self._carry_out(AddAdapter(number, name, str(adapter.path)))
+        self._carry_out(messages.AddAdapter(number, name, str(adapter.path)))
         self._adapters[card.digest] = number
         self.adapters = tuple(sorted((*self.adapters, card), key=lambda one: one.name))
         return card
@@ -342,19 +330,19 @@ class VllmRunner:
     def remove_adapter(self, digest: str) -> None:
         number = self._adapters.pop(digest)
         self.adapters = tuple(one for one in self.adapters if one.digest != digest)
-        self._carry_out(RemoveAdapter(number, [self._gone.popleft() for _ in range(len(self._gone))]))
+        self._carry_out(messages.RemoveAdapter(number, [self._gone.popleft() for _ in range(len(self._gone))]))
 
-    def _carry_out(self, order: AddAdapter | RemoveAdapter) -> None:
+    def _carry_out(self, order: messages.AddAdapter | messages.RemoveAdapter) -> None:
         """Have the child do it after the steps that were launched. Raises UnsupportedModel where vLLM refuses."""
         answer = self._child.order(lambda: order).wait()
-        if isinstance(answer, Failed):
+        if isinstance(answer, messages.Failed):
             raise UnsupportedModel(f"vLLM can't do it: {answer.message}")
 
     def leave_ring(self, left: LeaveRing) -> None:
         """It is in none."""
 
     def duplicate(self, source: int, dest: int) -> None:
-        self._child.tell(Duplicate(source, dest))
+        self._child.tell(messages.Duplicate(source, dest))
         self._duplicates += 1
 
     def same_contents(self, page: int, other: int) -> bool:
@@ -389,7 +377,7 @@ class VllmRunner:
         if len(idle) + len(chunks) > self._max_rows:
             self._gone.extend(self._known.pop(table).name for table in idle)
 
-    def _row(self, chunk: Chunk) -> Row:
+    def _row(self, chunk: Chunk) -> messages.Row:
         """A chunk as the child is told of it, without its draw. Raises ValueError for one that it can't run."""
         end, page_size = chunk.end, self.layout.page_size
         covering = -(-end // page_size)
@@ -426,7 +414,7 @@ class VllmRunner:
         name, appends, first_new = self._follow(chunk, covering, window_pages)
         scoring = chunk.scoring
         targets, first, top = ((), 0, 0) if scoring is None else (scoring.targets, scoring.first, scoring.top)
-        return Row(
+        return messages.Row(
             name, appends, list(chunk.tokens), chunk.start, table[first_new:covering], fresh, None, list(targets),
             first, top, chunk.follows, adapter=self._adapters[chunk.adapter],
             window_pages=window_pages[first_new * groups :],
@@ -460,7 +448,7 @@ class VllmRunner:
         return known.name, appends, first_new
 
 
-def _refusal(order: Load, failed: Failed) -> ModelError | NotEnoughMemory:
+def _refusal(order: messages.Load, failed: messages.Failed) -> ModelError | NotEnoughMemory:
     """The error for a child that could not load."""
     held = "" if order.kv_cache_dtype == "auto" else f" in {order.kv_cache_dtype}"
     load = f"{order.path} with pages of {order.page_size} tokens{held}{_with_adapters(order)}"
@@ -470,7 +458,7 @@ def _refusal(order: Load, failed: Failed) -> ModelError | NotEnoughMemory:
     return kind(f"vLLM can't serve {load}: {failed.message}")
 
 
-def _with_adapters(order: Load) -> str:
+def _with_adapters(order: messages.Load) -> str:
     """Name the adapters and the format of the weights below them, for an error."""
     if not order.adapters:
         return ""
@@ -491,7 +479,7 @@ def _end(process: ChildProcess) -> None:
     process.wait()
 
 
-def _with_draw(row: Row, chunk: Chunk) -> Row:
+def _with_draw(row: messages.Row, chunk: Chunk) -> messages.Row:
     """A row with its draws, up to the first whose mask is late: the tokens that come again are left out. Those are the
     proposals after that draw, and if it is the first, the token before it. A recurrent state takes each token once."""
     if chunk.sample is None:
@@ -512,10 +500,10 @@ class RunningStep:
 
     def wait(self) -> StepResults:
         answer = self._pending.wait()
-        if isinstance(answer, Failed):
+        if isinstance(answer, messages.Failed):
             kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
             raise kind(f"vLLM: {answer.kind}: {answer.message}")
-        assert isinstance(answer, Drawn)
+        assert isinstance(answer, messages.Drawn)
         self._runner.proposals = answer.proposals
         last: list[Sampled | None] = []
         verified: dict[int, Sequence[Sampled | None]] = {}
@@ -531,7 +519,7 @@ class RunningStep:
         return StepResults(last, answer.scores, answer.seconds, verified)
 
 
-def _numerics(device: str, order: Load) -> str:
+def _numerics(device: str, order: messages.Load) -> str:
     """The class of vLLM's arithmetic. Ranks sum in another order than one, and a compiled model rounds less often. What
     stages send each other is what they would go on with, unless a compiler sees across that border."""
     how = "-eager" * order.eager + f"-{order.stage_ranks}-ranks" * (order.stage_ranks > 1)

@@ -20,19 +20,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from baton import errors
 from baton.config import Config
-from baton.errors import (
-    AttemptsExhausted,
-    BatonError,
-    ContextTooLong,
-    DeadlineExpired,
-    InvalidRequest,
-    Overloaded,
-    PinNotFound,
-    QuotaExceeded,
-    Unavailable,
-    shown,
-)
 from baton.messages import TOKEN_BYTES, AttemptName, Cancel, PinPages, Prefill, UnpinPages
 from baton.operator_api import Pin
 from kvstore.keys import namespace_root, split_keys
@@ -80,7 +69,7 @@ class PrefixPinner:
         """Everything that is wrong with the wish is told by its PinAnswered."""
         try:
             self._check(order)
-        except BatonError as error:
+        except errors.BatonError as error:
             self._out.put(PinAnswered(order.name, Failed(error)))
             return
         self._arrivals += 1
@@ -92,8 +81,8 @@ class PrefixPinner:
         """Raises PinNotFound."""
         prefixes = [prefix for prefix in self.prefixes.values() if prefix.owner == (order.tenant, order.pin)]
         if not prefixes:
-            raise PinNotFound(
-                f"there is no pin {shown(order.pin)!r}; it may have ended, or belong to an earlier router"
+            raise errors.PinNotFound(
+                f"there is no pin {errors.shown(order.pin)!r}; it may have ended, or belong to an earlier router"
             )
         for prefix in prefixes:
             self.end(prefix, Cancelled("the pin was removed"))
@@ -106,28 +95,32 @@ class PrefixPinner:
     def _check(self, order: PinPrefix) -> None:
         """Raises BatonError for what could not, or may not, be pinned."""
         if self._shut:
-            raise Unavailable("this router is stopping")
+            raise errors.Unavailable("this router is stopping")
         check_tokens(order.tokens, self._limits.vocab_size)
         tokens, size = len(order.tokens) // TOKEN_BYTES, self._config.pages.page_size
         card = self._members.card
         context = min(self._limits.max_context, card.max_context) if card else self._limits.max_context
         if tokens > context:
-            raise ContextTooLong(prompt=tokens, context=context)
+            raise errors.ContextTooLong(prompt=tokens, context=context)
         if tokens < size:
-            raise InvalidRequest(f"a prefix of {tokens} tokens has no full page of {size}; only full pages are kept")
+            raise errors.InvalidRequest(
+                f"a prefix of {tokens} tokens has no full page of {size}; only full pages are kept"
+            )
         if any(prefix.owner == (order.tenant, order.pin) and prefix.awaited for prefix in self.prefixes.values()):
-            raise InvalidRequest(f"pin {order.pin!r} is being made already")
+            raise errors.InvalidRequest(f"pin {order.pin!r} is being made already")
         if len(self.prefixes) >= _MOST:
-            raise QuotaExceeded(f"{_MOST} prefixes are pinned, and a router keeps no more; remove some")
+            raise errors.QuotaExceeded(f"{_MOST} prefixes are pinned, and a router keeps no more; remove some")
         if len(self._waiting) > self._config.router.max_queued:
-            raise Overloaded(f"{len(self._waiting)} prefixes wait to be pinned already")
+            raise errors.Overloaded(f"{len(self._waiting)} prefixes wait to be pinned already")
         pin_bytes = self._config.store.pin_bytes
         if card is not None and (needed := tokens // size * card.page_bytes) > pin_bytes:
-            raise QuotaExceeded(
+            raise errors.QuotaExceeded(
                 f"the prefix takes {needed} bytes, and store.pin_bytes lets a tenant pin {pin_bytes} on one node"
             )
         if not self._config.cluster.prefill and not self._members.with_role("prefill"):
-            raise Unavailable("this cluster has no prefill worker to compute a prefix; `baton scale --prefill 1`")
+            raise errors.Unavailable(
+                "this cluster has no prefill worker to compute a prefix; `baton scale --prefill 1`"
+            )
 
     # --- attempts begin ----------------------------------------------------------------------------------------------
 
@@ -256,7 +249,7 @@ class PrefixPinner:
         self.log(prefix, f"attempt {prefix.attempts} is over: {why}", warning=True)
         if prefix.failures >= self._config.router.max_attempts:
             message = f"{prefix.failures} attempts failed; the last because {why}"
-            self.end(prefix, Failed(AttemptsExhausted(message)))
+            self.end(prefix, Failed(errors.AttemptsExhausted(message)))
         else:
             self.wait(prefix, now + self._patience / 2, now)
 
@@ -307,7 +300,7 @@ class PrefixPinner:
             if not prefix.awaited and now >= prefix.expires:
                 self.end(prefix, Cancelled("its time is over"))
             elif prefix.deadline is not None and now >= prefix.deadline:
-                self.end(prefix, Failed(DeadlineExpired("the deadline passed before the prefix was pinned")))
+                self.end(prefix, Failed(errors.DeadlineExpired("the deadline passed before the prefix was pinned")))
             elif prefix.gives_up_at is not None and now >= prefix.gives_up_at:
                 self.end(prefix, Failed(self._no_worker()))
             elif working and now - prefix.progress >= progress:
@@ -317,14 +310,14 @@ class PrefixPinner:
             elif prefix.phase is PinPhase.PINNING and now - prefix.last_request >= self._patience:
                 self._ask(prefix, now)
 
-    def _no_worker(self) -> BatonError:
+    def _no_worker(self) -> errors.BatonError:
         waited = f"no prefill worker took the prefix within {self._config.router.queue_timeout_ms} ms"
         workers = self._members.with_role("prefill")
         if not workers:
-            return Unavailable(f"{waited}: none is live")
+            return errors.Unavailable(f"{waited}: none is live")
         if not any(self._members.store_of(worker.peer.node) for worker in workers):
-            return Unavailable(f"{waited}: no store is live on a node of theirs")
-        return Overloaded(waited)
+            return errors.Unavailable(f"{waited}: no store is live on a node of theirs")
+        return errors.Overloaded(waited)
 
     def extend(self, seconds: float) -> None:
         """We stood still for so long. Pins and clients' deadlines do not wait for us; all else does."""
@@ -341,7 +334,7 @@ class PrefixPinner:
             if prefix.phase is PinPhase.PINNED:
                 del self.prefixes[prefix.name], self.orders[self._pin_name(prefix)]
             else:
-                self.end(prefix, Failed(Unavailable("this router is stopping")))
+                self.end(prefix, Failed(errors.Unavailable("this router is stopping")))
 
     # --- what others read --------------------------------------------------------------------------------------------
 
