@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from baton.v1 import generation_pb2
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `generate`. A message is a mapping, such as `structured_output={"regex": "[ab]+"}`."""
+class _SharedOptions(TypedDict, total=False):
+    """What `generate` and `chat` have in common."""
 
     model: str
     temperature: float | None
@@ -27,69 +27,54 @@ class SamplingOptions(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     seed: int | None
-    max_tokens: int | None
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int] | None
     ignore_eos: bool
-    logprobs: int | None
-    prompt_logprobs: int | None
-    request_id: str
-    priority: int
-    ttft_ms: int | None
-    tpot_ms: int | None
-    affinity: str
+    n: int | None
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float | None
-    logit_bias: Mapping[int, float]
     min_tokens: int
+    kv_compression: Mapping[str, Any] | None
+    priority: int
+    ttft_ms: int | None
+    tpot_ms: int | None
+    cache_salt: str | None
+    request_id: str | None
+    truncate_prompt_tokens: int | None
+
+
+class SamplingOptions(_SharedOptions, total=False):
+    """Keyword arguments of `generate`. A message is a mapping, such as `structured_output={"regex": "[ab]+"}`."""
+
+    max_tokens: int | None
+    stop: Sequence[str]
+    logprobs: int | None
+    prompt_logprobs: int | None
+    affinity: str
+    logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     allowed_token_ids: Sequence[int]
     include_stop: bool
     special_tokens: bool
     shown_special_tokens: Sequence[int]
-    cache_salt: str
     structured_output: Mapping[str, Any] | None
-    kv_compression: Mapping[str, Any] | None
-    n: int | None
     best_of: int | None
     beam_search: Mapping[str, Any] | None
-    truncate_prompt_tokens: int | None
 
 
-class ChatOptions(TypedDict, total=False):
+class ChatOptions(_SharedOptions, total=False):
     """Keyword arguments of `chat`: the fields of /v1/chat/completions."""
 
-    model: str
     max_completion_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    seed: int | None
     stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool
-    n: int
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float | None
     logit_bias: Mapping[str, float] | None
-    min_tokens: int
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
-    kv_compression: Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
-    priority: int
-    ttft_ms: int | None
-    tpot_ms: int | None
-    cache_salt: str | None
     session_id: str | None
-    request_id: str | None
-    truncate_prompt_tokens: int | None
 
 
 class PinOptions(TypedDict, total=False):
