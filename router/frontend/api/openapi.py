@@ -7,7 +7,7 @@ Answers that belong to no API stand here.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, TypeAlias
@@ -90,26 +90,6 @@ _CALLS = {
     "/tokenize": _Call("Return the tokens of a prompt or a chat.", TokenizeRequest, Tokens),
     "/detokenize": _Call("Return the text of tokens.", DetokenizeRequest, DetokenizedText),
 }
-_PAGES: dict[str, tuple[str, list[type], bool]] = {
-    "/v1/models": ("List the names of the served model.", [ModelList, AnthropicModelList], False),
-    "/version": ("Return Baton's version.", [Version], False),
-    "/live": ("Tell whether the process answers.", [Status], False),
-    "/health": ("Tell whether a request that comes now can be served.", [Status], True),
-    "/ready": ("The same as /health.", [Status], True),
-    "/health/ready": ("The same as /health.", [Status], True),
-}
-"""Summary, what it answers, and whether 503 is another answer."""
-_NAMED: dict[str, list[tuple[str, str, type]]] = {
-    "/v1/files/{file}": [("get", "Return what is known of a file.", File), ("delete", "Remove a file.", Deleted)],
-    "/v1/batches/{batch}": [("get", "Return how far a batch is.", Batch)],
-    "/v1/batches/{batch}/cancel": [("post", "End a batch.", Batch)],
-}
-"""Paths with an id, and for each method its summary and answer."""
-_LISTS: dict[str, tuple[str, type]] = {
-    "/v1/files": ("List the files of this tenant, the newest first.", FileList),
-    "/v1/batches": ("List the batches of this tenant, the newest first.", BatchList),
-}
-_MODEL: tuple[str, list[type], bool] = ("Return one name of the served model.", [Model, AnthropicModel], False)
 _ERRORS = {
     "400": "a field is wrong, or has a value that this server does not serve",
     "401": "no API key, or an unknown one",
@@ -123,6 +103,43 @@ _ERRORS = {
     "504": "the request did not end in time",
 }
 _KEYS = ("401", "403")
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A call without a body in JSON: its name, its summary, what it may answer, and statuses of its errors."""
+
+    name: str
+    summary: str
+    answers: tuple[type, ...]
+    errors: Collection[str] = tuple(_ERRORS)
+    method: str = "get"
+
+
+_SERVES = "Tell whether a request that comes now can be served."
+_OPERATIONS = {
+    "/v1/models": [_Operation("models", "List the names of the served model.", (ModelList, AnthropicModelList), _KEYS)],
+    "/v1/models/{model}": [
+        _Operation("model", "Return one name of the served model.", (Model, AnthropicModel), (*_KEYS, "404"))
+    ],
+    "/version": [_Operation("version", "Return Baton's version.", (Version,), ())],
+    "/live": [_Operation("live", "Tell whether the process answers.", (Status,), ())],
+    "/health": [_Operation("health", _SERVES, (Status,), ("503",))],
+    "/ready": [_Operation("ready", "The same as /health.", (Status,), ("503",))],
+    "/health/ready": [_Operation("health_ready", "The same as /health.", (Status,), ("503",))],
+    "/v1/files": [
+        _Operation("list_v1_files", "List the files of this tenant, the newest first.", (FileList,)),
+        _Operation("upload_file", "Take a file of requests.", (File,), method="post"),
+    ],
+    "/v1/files/{file}": [
+        _Operation("get_v1_files_file", "Return what is known of a file.", (File,)),
+        _Operation("delete_v1_files_file", "Remove a file.", (Deleted,), method="delete"),
+    ],
+    "/v1/files/{file}/content": [_Operation("file_content", "Return a file as it came.", (File,))],
+    "/v1/batches": [_Operation("list_v1_batches", "List the batches of this tenant, the newest first.", (BatchList,))],
+    "/v1/batches/{batch}": [_Operation("get_v1_batches_batch", "Return how far a batch is.", (Batch,))],
+    "/v1/batches/{batch}/cancel": [_Operation("post_v1_batches_batch_cancel", "End a batch.", (Batch,), method="post")],
+}
 _RETRY: Schema = {
     "Retry-After": {"description": "seconds after which another try is worth it", "schema": {"type": "integer"}},
     "retry-after-ms": {"description": "the same in milliseconds", "schema": {"type": "integer"}},
@@ -157,36 +174,21 @@ def ref(kind: type) -> Schema:
 @cache
 def document() -> dict[str, Any]:
     """OpenAPI 3.1, as a JSON object."""
+    operations = [(path, one) for path, several in _OPERATIONS.items() for one in several]
     kinds = [kind for call in _CALLS.values() for kind in (call.body, call.answer, call.error)]
-    kinds += [kind for _, answers, _ in (*_PAGES.values(), _MODEL) for kind in answers]
-    kinds += [answer for calls in _NAMED.values() for _, _, answer in calls] + [kind for _, kind in _LISTS.values()]
+    kinds += [kind for _, operation in operations for kind in operation.answers]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {path: {"post": _post(path, call)} for path, call in _CALLS.items()}
-    paths |= {path: {"get": _get(path, *parts)} for path, parts in _PAGES.items()}
-    paths["/v1/models/{model}"] = {"get": _model()}
-    for path, (summary, answer) in _LISTS.items():
-        paths.setdefault(path, {})["get"] = _batch_call(f"list{path}", summary, answer)
-    paths["/v1/files"]["post"] = _batch_call("upload_file", "Take a file of requests.", File) | {"requestBody": _FORM}
-    for path, calls in _NAMED.items():
-        parameter = {"name": path.split("{")[1].split("}")[0], "in": "path", "required": True, "schema": _TEXT}
-        paths[path] = {
-            method: _batch_call(f"{method}{path}", summary, answer) | {"parameters": [parameter]}
-            for method, summary, answer in calls
-        }
-    paths["/v1/files/{file}/content"] = {
-        "get": _batch_call("file_content", "Return a file as it came.", File)
-        | {"parameters": paths["/v1/files/{file}"]["get"]["parameters"]}
-    }
+    for path, operation in operations:
+        paths.setdefault(path, {})[operation.method] = _described(path, operation)
+    either = {"anyOf": [ref(Error), ref(AnthropicError)]}
+    paths["/v1/models/{model}"]["get"]["responses"]["404"] = _error("404", either)
+    paths["/v1/files"]["post"]["requestBody"] = _FORM
     content: Schema = {"description": "the file", "content": {"application/jsonl": {"schema": {}}}}
     paths["/v1/files/{file}/content"]["get"]["responses"]["200"] = content
-    page = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": {"type": "string"}}}}
-    paths["/metrics"] = {
-        "get": {
-            "operationId": "metrics",
-            "summary": "Return this process's metrics.",
-            "responses": {"200": page, **_errors(Error, *_KEYS)},
-        }
-    }
+    page = {"description": "Prometheus' text format", "content": {"text/plain": {"schema": _TEXT}}}
+    metrics = {"operationId": "metrics", "summary": "Return this process's metrics."}
+    paths["/metrics"] = {"get": metrics | {"responses": {"200": page, **_errors(Error, _KEYS)}}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": baton.__version__},
@@ -200,46 +202,27 @@ def _post(path: str, call: _Call) -> Schema:
     if call.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     return {
-        "operationId": _name(path),
+        "operationId": "_".join(part for part in path.split("/") if part not in ("", "v1")),
         "summary": call.summary,
         "requestBody": {"required": True, "content": _json(ref(call.body))},
-        "responses": {"200": {"description": "the answer", "content": content}, **_errors(call.error, *_ERRORS)},
+        "responses": {"200": {"description": "the answer", "content": content}, **_errors(call.error, _ERRORS)},
     }
 
 
-def _get(path: str, summary: str, answers: list[type], may_fail: bool) -> Schema:
-    schema = {"anyOf": [ref(name) for name in answers]} if len(answers) > 1 else ref(answers[0])
-    return {
-        "operationId": _name(path),
-        "summary": summary,
-        "responses": {
-            "200": {"description": "the answer", "content": _json(schema)},
-            **_errors(Error, *(["503"] if may_fail else []), *(_KEYS if path.startswith("/v1") else ())),
-        },
+def _described(path: str, operation: _Operation) -> Schema:
+    schemas = [ref(kind) for kind in operation.answers]
+    content = _json({"anyOf": schemas} if len(schemas) > 1 else schemas[0])
+    described: Schema = {
+        "operationId": operation.name,
+        "summary": operation.summary,
+        "responses": {"200": {"description": "the answer", "content": content}, **_errors(Error, operation.errors)},
     }
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names]
+    return described | ({"parameters": parameters} if parameters else {})
 
 
-def _batch_call(name: str, summary: str, answer: type) -> Schema:
-    return {
-        "operationId": re.sub(r"\W+", "_", name).strip("_"),
-        "summary": summary,
-        "responses": {"200": {"description": "the answer", "content": _json(ref(answer))}, **_errors(Error, *_ERRORS)},
-    }
-
-
-def _model() -> Schema:
-    parameter = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    return _get("/v1/model", *_MODEL) | {
-        "parameters": [parameter],
-        "responses": {
-            "200": {"description": "the model", "content": _json({"anyOf": [ref(Model), ref(AnthropicModel)]})},
-            **_errors(Error, *_KEYS),
-            "404": _error("404", {"anyOf": [ref(Error), ref(AnthropicError)]}),
-        },
-    }
-
-
-def _errors(kind: type, *statuses: str) -> Schema:
+def _errors(kind: type, statuses: Iterable[str]) -> Schema:
     return {status: _error(status, ref(kind)) for status in statuses}
 
 
@@ -253,7 +236,3 @@ def _error(status: str, schema: Schema) -> Schema:
 
 def _json(schema: Schema) -> Schema:
     return {"application/json": {"schema": schema}}
-
-
-def _name(path: str) -> str:
-    return "_".join(part for part in path.split("/") if part not in ("", "v1"))
