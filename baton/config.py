@@ -137,9 +137,8 @@ class ModelConfig(_Section, frozen=True):
     path: str = ""  # directory of a Hugging Face checkpoint, a GGUF file, or a hub id; required
     engine: Literal["auto", "native", "vllm"] = "auto"  # what computes; auto: docs/vllm.md has the rule
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's own
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"] = (
-        "auto"  # auto: as dtype, or FP8 where the checkpoint says so
-    )
+    # auto: as dtype, or FP8 where the checkpoint says so
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     served_model_name: str | tuple[str, ...] = ""  # names clients use, the first in answers; default: end of path
     device: str = "auto"  # torch device; auto: cuda where there is one, else cpu
     tool_call_parser: ToolCallParser = "auto"  # format of tool calls, by vLLM's names; auto: as the chat template tells
@@ -154,12 +153,10 @@ class ModelConfig(_Section, frozen=True):
     enable_expert_parallel: bool = False  # ranks divide the experts instead of each one; vLLM's, on GPUs
     enforce_eager: bool = False  # vLLM does not compile the model: it starts sooner, and its steps take longer
     skip_tokenizer_init: bool = False  # prompts and outputs are token ids alone, and no tokenizer is read; vLLM's
-    numerics: Literal["exact", "mixed"] = (
-        "exact"  # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
-    )
-    speculation: Literal["auto", "off", "ngram", "draft", "heads", "vllm"] = (
-        "auto"  # proposes tokens, which steps verify; ngram, draft, heads, vllm: all; auto: those that pay, where exact
-    )
+    # workers whose arithmetic gives other bits: exact refuses them; mixed: tokens may depend on the path
+    numerics: Literal["exact", "mixed"] = "exact"
+    # proposes tokens, which steps verify; ngram, draft, heads, vllm: all; auto: those that pay, where exact
+    speculation: Literal["auto", "off", "ngram", "draft", "heads", "vllm"] = "auto"
     draft_model: str = ""  # a small checkpoint of the same vocabulary, which proposes tokens; as `path`
     speculation_heads: str = ""  # directory or hub id of heads for the model, which propose tokens
     speculative_config: SpeculativeConfig | None = None  # a draft that vLLM's runner runs itself
@@ -198,9 +195,8 @@ class CascadeConfig(_Section, frozen=True):
 class ClusterConfig(_Section, frozen=True):
     """How many of what, and where they meet."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}(\.m[0-9]+)?$")] = (
-        "baton"  # tells clusters of one machine apart; the end with a point is `Config.pools`'
-    )
+    # tells clusters of one machine apart; the end with a point is `Config.pools`'
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,30}(\.m[0-9]+)?$")] = "baton"
     prefill: Natural = 1  # prefill workers; 0 is the colocated mode
     decode: Positive = 1  # decode workers
     routers: Positive = 1  # each takes requests; all listen at the same ports for clients
@@ -297,9 +293,8 @@ class RouterConfig(_Section, frozen=True):
     retry_share: Annotated[float, Meta(ge=0)] = 0.2  # failed attempts repeated at once, per first attempt
     retries_per_s: Annotated[float, Meta(gt=0)] = 10.0  # and besides; others wait in the queue
     policy: PolicyName = "baton"  # that places requests: Baton's own, or a published rule of another system
-    disaggregation: Literal["auto", "always"] = (
-        "auto"  # prefill workers get a prompt where that is sooner, or whenever one can
-    )
+    # prefill workers get a prompt where that is sooner, or whenever one can
+    disaggregation: Literal["auto", "always"] = "auto"
     move_prompts: bool = True  # the rest of a prompt goes to another prefill worker where its first token comes sooner
     pipeline_prompts: bool = True  # idle prefill workers of a node compute a long prompt together, where that is sooner
     roles: Literal["manual", "auto"] = "manual"  # auto: changes of workers' roles that are advised are carried out

@@ -95,9 +95,8 @@ class Sequence:
     cached_pages: int = 0  # pages from the start that this sequence has handed to the device cache
     stored_pages: int = 0  # pages from the start that need no write-through any more
     branch: int = 0  # pages from the start that were to be fetched: another prompt may go on behind them
-    writes_through: bool = (
-        True  # write-through goes on; false once the store refused a page, since its children are orphans
-    )
+    # write-through goes on; false once the store refused a page, since its children are orphans
+    writes_through: bool = True
     device_pages: int = 0  # prompt pages found on the device
     fetched_pages: int = 0  # prompt pages that came from the store
     fetch: PageFetch | None = None

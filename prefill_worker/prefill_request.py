@@ -71,9 +71,8 @@ class PrefillRequest:
     offered: int = 0  # pages from the start that were handed to a write
     branch: int = 0  # pages from the start that another prompt has made, of which the store lacks window pages
     window: int = MAX_KEYS_PER_CALL  # pages per write
-    line_number: int | None = (
-        None  # the number under which it waits in the store's line for slots, once it has asked for any
-    )
+    # the number under which it waits in the store's line for slots, once it has asked for any
+    line_number: int | None = None
     holding: list[int] = field(default_factory=list[int])  # leases of writes that are in the store
     retry_at: float | None = None  # when to ask again for slots, seconds
     refused: str | None = None  # why it was refused slots the last time

@@ -90,9 +90,8 @@ class MemberRecord:
     prefill_busy_since: float = 0.0  # its prompts are being computed as from then, seconds
     context: float = 0.0  # of all its work
     growth: float = 0.0  # of all its work, pages
-    free_pages: int = (
-        0  # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
-    )
+    # free device pages: told by the last heartbeat, less what it was given since; below 0 by mistake
+    free_pages: int = 0
     reported_at: float = float("-inf")  # when its last heartbeat came, seconds
     other_routers_requests: int = 0  # sequences or prompts of other routers, as the last heartbeat told
     other_routers_context: float = 0.0  # and tokens of theirs that run
@@ -155,9 +154,8 @@ class MemberRecord:
         if (prompt := self.pending_prefills.pop(name, None)) is None:
             return
         if now is not None and self.peer.role == "decode":
-            self.prefill_busy_since = (
-                now  # it never tells how far a prompt is, and what decodes beside it makes each take longer
-            )
+            # it never tells how far a prompt is, and what decodes beside it makes each take longer
+            self.prefill_busy_since = now
         else:
             self.prefill_busy_since += prompt.seconds  # that went into this one; the next report tells better
         self.mark_changed()

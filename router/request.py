@@ -48,9 +48,8 @@ class Attempt:
     decode: str  # incarnation
     prefill: str | None  # incarnation that is to make the pages: its slot is taken; none once it has nothing of ours
     phase: RequestPhase = RequestPhase.PLACED
-    prefill_unreported: int = (
-        0  # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
-    )
+    # prompt tokens that its prefill worker has been asked to compute, until it says how many it did
+    prefill_unreported: int = 0
     helpers: tuple[str, ...] = ()  # incarnations of prefill workers that compute a part, as long as they do
     helped: int = 0  # tokens that they have computed, by their own account
     prefill_sent: bool = False

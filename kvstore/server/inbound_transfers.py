@@ -88,9 +88,8 @@ class RemoteFetch:
     tried: frozenset[str] = frozenset()  # stores that had none of these
     credit: int = 0  # pages before this index have a slot, or need none
     slots: dict[int, SlotReservation] = field(default_factory=dict[int, SlotReservation])  # granted and not landed
-    abandoned: list[SlotReservation] = field(
-        default_factory=list[SlotReservation]
-    )  # the same of pages that it will not bring
+    # the same of pages that it will not bring
+    abandoned: list[SlotReservation] = field(default_factory=list[SlotReservation])
     received: int = 0  # pages that came, damaged ones too
     duplicates: int = 0  # pages that will come or have come, and for which there was no slot: they were here already
     lost_pages: tuple[int, int] = (0, 0)  # pages sent and received, by the last FetchStatus

@@ -104,9 +104,8 @@ class RouterDriver:
         self._load_due = float("-inf")
         self._heartbeat_age: Mapping[Labels, float] = {}
         self.vllm_metrics = VllmMetrics(metrics.registry, model, config.pages.page_size)
-        self.repairs: Counter[Repair] = Counter(
-            dict.fromkeys(REPAIRS, 0)
-        )  # requests that the HTTP APIs mended, by kind
+        # requests that the HTTP APIs mended, by kind
+        self.repairs: Counter[Repair] = Counter(dict.fromkeys(REPAIRS, 0))
         self.cascaded: Counter[tuple[str, str, CascadeReason]] = Counter()  # requests: cascade, chosen model, reason
         self._handoff_bytes = 0
         self._card: ModelCard | None = None  # of the workers that were live last

@@ -9,6 +9,7 @@ prediction. Pure.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from heapq import nlargest
 from itertools import accumulate
 
 from msgspec import Struct
@@ -98,10 +99,20 @@ def store_cache(member: MemberRecord, held: Mapping[str, PrefixMatch], *, serves
     )
 
 
-def node_caches(stores: Sequence[StoreCache]) -> dict[str, NodeCache]:
-    """Every node that has a live store, with the others that can help it."""
-    serving = sorted((store for store in stores if store.endpoint), key=lambda store: (-store.pages, store.incarnation))
-    return {store.node: NodeCache(store, _others(store, serving)) for store in stores}
+def node_cache(
+    members: ClusterMembership, store: MemberRecord, held: Mapping[str, PrefixMatch], avoid: Collection[str] = ()
+) -> NodeCache:
+    """The node of that store, with the stores that have more of the prefix, the most first, and none to `avoid`."""
+    own = store_cache(store, held, serves=store.incarnation not in avoid)
+    more = ((match.pages, inc) for inc, match in held.items() if match.pages > own.pages and inc not in avoid)
+    able = ((pages, inc) for pages, inc in more if (other := members.get(inc)) is not None and _serves(other))
+    best = (members.require_live(inc) for _, inc in nlargest(SOURCES, able))
+    return NodeCache(own, [store_cache(other, held, serves=True) for other in best])
+
+
+def _serves(member: MemberRecord) -> bool:
+    """Whether other nodes may get pages from that one."""
+    return member.peer.role == "store" and bool(member.hello.data) and not member.unresponsive
 
 
 def reusable_on_decode_worker(
@@ -117,12 +128,6 @@ def reusable_on_prefill_worker(prefix: CacheablePrefix, node: NodeCache, device:
     """Of a prefill worker. All pages must be in its node's store, so that is asked first; but those that the worker
     has on its device need no computing, which makes loading them pay less."""
     return _reusable(prefix, node, node.store.host, device, rate)
-
-
-def _others(store: StoreCache, serving: Sequence[StoreCache]) -> Sequence[StoreCache]:
-    """`serving`: the longest first."""
-    best = [other for other in serving[: SOURCES + 1] if other.node != store.node][:SOURCES]
-    return [other for other in best if other.pages > store.pages]
 
 
 def _reusable(prefix: CacheablePrefix, node: NodeCache, begin: int, device: int, rate: float) -> ReusablePrefix:

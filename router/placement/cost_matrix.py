@@ -92,9 +92,8 @@ class PlacementCosts:
         if self.any_delay:
             self.local_seconds += self.delay[:d]
         self.local_seconds[self.open[:d] == NEVER] = inf
-        self.interference_seconds = np.zeros(
-            d
-        )  # seconds that `alone` is dearer than it takes: others wait for their tokens
+        # seconds that `alone` is dearer than it takes: others wait for their tokens
+        self.interference_seconds = np.zeros(d)
         self.prefill_rows = self.decode_rows = np.zeros(0, np.int64)  # prefill and decode workers that are paired
         self.pair_seconds = np.zeros((0, 0))  # inf: can't be
         self.best_pair_seconds = inf
@@ -111,9 +110,8 @@ class PlacementCosts:
         size = ask.prefix.page_size
         tail = ask.tokens - ask.prefix.pages * size
         self.step = step = table.step[:d] + table.per_context[:d] * (ask.tokens + 0.5 * output)
-        self.last_tokens_seconds = tail * (
-            table.token[:d] + table.pair[:d] * ask.tokens
-        )  # what the first takes longer for one alone
+        # what the first takes longer for one alone
+        self.last_tokens_seconds = tail * (table.token[:d] + table.pair[:d] * ask.tokens)
         lack = min((ask.tokens + output) / size, ask.most_pages) - device[:d] - table.free_pages[:d]
         full = self.open[:d] == FULL
         self.wait = np.zeros(d)
@@ -140,9 +138,8 @@ class PlacementCosts:
         then, or sequences have ended."""
         d = self.num_decode
         queue, rows = self.queue[:d], table.num_sequences[:d]
-        each = np.maximum(
-            table.others_step_seconds[:d] / np.maximum(rows, 1.0), 1e-9
-        )  # seconds of a step that a sequence takes
+        # seconds of a step that a sequence takes
+        each = np.maximum(table.others_step_seconds[:d] / np.maximum(rows, 1.0), 1e-9)
         ends = np.minimum(np.ceil(np.maximum(late - queue / output, 0.0) / each), rows)
         return np.clip(late * output, 0.0, queue) + ends * table.turnover[:d]
 
@@ -265,11 +262,8 @@ class PlacementCosts:
 
     def predict(self, prefill_row: int | None, decode_row: int) -> PredictedTtft:
         row = decode_row if prefill_row is None else prefill_row
-        transfer, wait, step = (
-            0.0,
-            self.local_wait[decode_row],
-            self.step[decode_row] + self.last_tokens_seconds[decode_row],
-        )
+        transfer, wait = 0.0, self.local_wait[decode_row]
+        step = self.step[decode_row] + self.last_tokens_seconds[decode_row]
         if prefill_row is not None:
             wait, step = self.wait[decode_row], self.step[decode_row]
             if self.node[prefill_row] != self.node[decode_row] and self.pages_to_move[decode_row] > 0:

@@ -23,23 +23,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from heapq import nlargest
 from math import inf
 from typing import Protocol
 
 from baton.messages import LOWEST_CLASS, PageSource
 from router.placement.cached_prefix import (
-    SOURCES,
     NodeCache,
-    StoreCache,
+    node_cache,
     reusable_on_decode_worker,
     reusable_on_prefill_worker,
-    store_cache,
 )
 from router.placement.cluster_view import ClusterView
 from router.placement.cost_matrix import PlacementCosts
 from router.placement.types import Placement, PlacementChoice, PlacementRequest, Reject, SecondsReservation, Wait
-from router.placement.worker_table import NEVER, OPEN, WorkerTable
+from router.placement.worker_table import NEVER, OPEN
 
 _NEARLY = 0.02  # of the lowest time: what takes no longer than so much more is as good
 _AT_ONCE = 0.001  # seconds: the same for short times
@@ -224,25 +221,5 @@ def _placement(
 
 
 def _node(ask: PlacementRequest, view: ClusterView, name: str) -> NodeCache | None:
-    """A node's store with those that have more of the prefix, the longest first."""
-    own = view.members.get(view.table.store_on.get(name, ""))
-    if own is None or ask.decode_only:
-        return None
-    store = _store(ask, view, own.incarnation)
-    holders = [(held.pages, inc) for inc, held in ask.held.items() if held.pages > store.pages]
-    others = [_store(ask, view, inc) for _, inc in nlargest(SOURCES, _serving(ask, view.table, holders))]
-    return NodeCache(store, others)
-
-
-def _serving(ask: PlacementRequest, table: WorkerTable, holders: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    return [
-        (pages, incarnation)
-        for pages, incarnation in holders
-        if (row := table.stores.get(incarnation)) is not None and table.serves[row] and incarnation not in ask.excluded
-    ]
-
-
-def _store(ask: PlacementRequest, view: ClusterView, incarnation: str) -> StoreCache:
-    member = view.members.get(incarnation)
-    assert member is not None, incarnation
-    return store_cache(member, ask.held, serves=incarnation not in ask.excluded)
+    store = view.members.get(view.table.store_on.get(name, ""))
+    return None if store is None or ask.decode_only else node_cache(view.members, store, ask.held, ask.excluded)

@@ -110,9 +110,8 @@ class WorkerTable:
         self.latency: Floats = n["latency"]  # of pages from other nodes
         self.link: Floats = n["rate"]  # bytes per second
         self._measured: Floats = n["measured"]
-        self.assumed_bandwidth: Floats = (
-            self._assume_bandwidth()
-        )  # the same of the way to a decode worker, whether measured or not
+        # the same of the way to a decode worker, whether measured or not
+        self.assumed_bandwidth: Floats = self._assume_bandwidth()
 
     def _assume_bandwidth(self) -> Floats:
         """What is not measured may be quicker than it is taken for, which only its use can tell. It passes for the

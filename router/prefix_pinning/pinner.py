@@ -28,7 +28,7 @@ from kvstore.keys import namespace_root, split_keys
 from router.events import PIN, Cancelled, Failed, PinAnswered, PinPrefix, UnpinPrefix
 from router.members import AssignedAttempt, ClusterMembership, MemberRecord, PendingPrefill
 from router.outbox import Outbox
-from router.placement.cached_prefix import node_caches, store_caches
+from router.placement.cached_prefix import node_cache
 from router.placement.kv_index import KvIndex
 from router.prefix_pinning.pin import PinnedPrefix, PinPhase
 from router.queueing.admission import ModelLimits, check_tokens
@@ -173,7 +173,7 @@ class PrefixPinner:
         del self._waiting[prefix.name]
         here = held.get(store.incarnation, 0)
         missing = prefix.pages - here
-        node = node_caches(store_caches(self._members, matches, ()))[store.peer.node]
+        node = node_cache(self._members, store, matches)
         message = Prefill(
             request=prefix.name,
             attempt=prefix.attempts,

@@ -200,9 +200,8 @@ class Explanations:
         self._most = most
         self._records: dict[str, RequestRecord] = {}  # by name, oldest first
         self._latest: dict[str, RequestRecord] = {}  # by what clients call them: they may use a name twice
-        self._with_considered: deque[AttemptAccount | RequestRecord] = (
-            deque()
-        )  # those with something weighed, oldest first
+        # those with something weighed, oldest first
+        self._with_considered: deque[AttemptAccount | RequestRecord] = deque()
         self._rows = 0  # in all of them
 
     # --- what happens ------------------------------------------------------------------------------------------------

@@ -115,9 +115,8 @@ class WorkerMessageHandler:
         self._accept(request, attempt, now)  # or nothing could have been fetched: so this counts as an attempt
         if attempt.prefill is not None:
             request.history.excluded.add(attempt.prefill)
-        request.history.excluded.update(
-            source.store for source in attempt.placement.sources
-        )  # the link may be cut, not the store
+        # the link may be cut, not the store
+        request.history.excluded.update(source.store for source in attempt.placement.sources)
         member = self._members.require_live(attempt.decode)
         why = f"{member.peer.name} has only {event.pages} of {attempt.placement.fetch_pages} pages: {event.message}"
         self._manager.retry(request, why, now)

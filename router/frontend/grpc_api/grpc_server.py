@@ -26,9 +26,8 @@ from router.frontend.identity import Gatekeeper, caller
 from router.tracing.origin import Origin, origin
 
 _ID_BYTES = 6  # of one token id in a message: at most 5, and a tag where a client does not pack them
-_OTHER_BYTES = (
-    640 * 2**10
-)  # of all other fields of a message together: a grammar has up to 512 KiB, stop strings 64,000
+# of all other fields of a message together: a grammar has up to 512 KiB, stop strings 64,000
+_OTHER_BYTES = 640 * 2**10
 _SPARE_RPCS = 1_024  # beyond router.max_concurrent_rpcs: open calls, refusals, and ends that clients do not read
 _MAX_STREAMS = 1_024  # of one connection; gRPC's clients wait with more
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 60_000, 20_000  # a client whose machine or process stands still is let go
