@@ -439,9 +439,9 @@ class RouterState:
         """The router's knowledge of cached pages, to be read."""
         return self._kv_index
 
-    def pins(self, tenant: str | None, now: float) -> list[Pin]:
-        """The prefixes that are kept pinned for a tenant. None: for all tenants."""
-        return self._pinner.pins(tenant, now)
+    def pins(self, now: float) -> list[Pin]:
+        """The prefixes that are kept pinned."""
+        return self._pinner.pins(now)
 
     @property
     def queued(self) -> int:
@@ -453,16 +453,16 @@ class RouterState:
         """The tokens of prompt and output together that a request may have at most."""
         return min(known for known in self._manager.context() if known is not None)
 
-    def explain(self, name: str, tenant: str | None) -> RequestRecord:
-        """What is remembered of a tenant's request. None: of any tenant's. Raises RequestNotFound."""
-        if (record := self._explanations.find(name, tenant)) is None:
+    def explain(self, name: str) -> RequestRecord:
+        """What is remembered of a request. Raises RequestNotFound."""
+        if (record := self._explanations.find(name)) is None:
             most = self._config.router.explain_requests
             raise RequestNotFound(f"no request {shown(name)!r} is among the last {most} (router.explain_requests)")
         return record
 
-    def recent(self, count: int, tenant: str | None, session: str = "") -> list[RequestRecord]:
-        """A tenant's last requests, newest first. None: of all tenants. `session`: those of one session alone."""
-        return self._explanations.last(count, tenant, session)
+    def recent(self, count: int, session: str = "") -> list[RequestRecord]:
+        """The last requests, newest first. `session`: those of one session alone."""
+        return self._explanations.last(count, session)
 
     def _adapters(self, *, queued: bool) -> list[str]:
         if not self._members.adapters:

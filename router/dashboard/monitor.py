@@ -88,7 +88,7 @@ class DashboardMonitor:
             totals=views.totals_of(stats),
             columns=COLUMNS,
             samples=views.samples_of(self.samples.newest),
-            requests=views.request_rows(self._state.recent(views.RECORDS, None), now),
+            requests=views.request_rows(self._state.recent(views.RECORDS), now),
             notices=views.notice_rows(self.notices.last(views.RECORDS), now),
             prefixes=prefixes.view if prefixes else None,
         )

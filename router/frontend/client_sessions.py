@@ -343,7 +343,7 @@ class RouterDriver:
     def _record(self, name: str) -> RequestRecord | None:
         """What is remembered of a request."""
         try:
-            return self.state.explain(name, None)
+            return self.state.explain(name)
         except RequestNotFound:
             return None
 

@@ -338,9 +338,9 @@ class PrefixPinner:
 
     # --- what others read --------------------------------------------------------------------------------------------
 
-    def pins(self, tenant: str | None, now: float) -> list[Pin]:
-        """The tenant's pins by name, also those that are being made anew. None: all tenants'."""
-        prefixes = [p for p in self.prefixes.values() if not p.awaited and tenant in (None, p.tenant)]
+    def pins(self, now: float) -> list[Pin]:
+        """The pins by name, also those that are being made anew."""
+        prefixes = [prefix for prefix in self.prefixes.values() if not prefix.awaited]
         return [prefix.view(now) for prefix in sorted(prefixes, key=lambda prefix: (prefix.pin, prefix.tenant))]
 
     def count(self) -> Counter[PinPhase]:

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from baton.operator_api import CascadeChoice
 from baton.timeline import Timeline
@@ -297,21 +298,14 @@ class Explanations:
 
     # --- what is asked -----------------------------------------------------------------------------------------------
 
-    def find(self, name: str, tenant: str | None) -> RequestRecord | None:
-        """That request of that tenant (none: of any), by the name that its client uses (the last of that name) or that
-        logs use."""
-        record = self._records.get(name) or self._latest.get(name)
-        return record if record is not None and tenant in (None, record.tenant) else None
+    def find(self, name: str) -> RequestRecord | None:
+        """That request, by the name that its client uses (the last of that name) or that logs use."""
+        return self._records.get(name) or self._latest.get(name)
 
-    def last(self, count: int, tenant: str | None, session: str = "") -> list[RequestRecord]:
-        """The last requests of that tenant (none: of all) and that session ("": of any), newest first."""
-        records: list[RequestRecord] = []
-        for record in reversed(self._records.values()):
-            if len(records) >= count:
-                break
-            if tenant in (None, record.tenant) and session in ("", record.session):
-                records.append(record)
-        return records
+    def last(self, count: int, session: str = "") -> list[RequestRecord]:
+        """The last requests of that session ("": of any), newest first."""
+        newest = reversed(self._records.values())
+        return list(islice((record for record in newest if session in ("", record.session)), count))
 
     # --- forgetting --------------------------------------------------------------------------------------------------
 

@@ -367,7 +367,7 @@ def test_where_several_tenants_are_a_worker_has_no_more_prompts_than_it_needs() 
         cluster.submit(name, tenant="b", prompt=40)
     cluster.submit("a4", tenant="a", prompt=40)
     assert cluster.state.stats().queued == 3
-    assert "prompts enough" in cluster.state.explain("b0", "b").waits
+    assert "prompts enough" in cluster.state.explain("b0").waits
     for i in range(3):
         finish(cluster, decode, f"a{i}", 40)
     assert [order.request for order in cluster.sent(Decode)][4:] == ["b0"]

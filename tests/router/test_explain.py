@@ -19,7 +19,7 @@ from tests.router.model import CONFIG, NAMESPACE, PAGE, card, submit
 
 
 def explained(lab: Lab, name: str = "r") -> RequestRecord:
-    return lab.state.explain(name, "")
+    return lab.state.explain(name)
 
 
 def remembering(requests: int) -> settings.Config:
@@ -147,21 +147,12 @@ def test_the_last_are_remembered_also_by_the_names_of_clients() -> None:
     lab.colocated()
     for name in ("mine-1", "mine-2", "a-b-3", "yours-4"):
         lab.submit(name)
-    assert [record.name for record in lab.state.recent(2, "")] == ["yours-4", "a-b-3"]
+    assert [record.name for record in lab.state.recent(2)] == ["yours-4", "a-b-3"]
     assert explained(lab, "mine").name == "mine-2"
     assert explained(lab, "mine-2").name == "mine-2"
     assert explained(lab, "a-b").request_id == "a-b"
     with pytest.raises(RequestNotFound, match="explain_requests"):
         explained(lab, "mine-1")
-
-
-def test_a_tenant_sees_its_own_requests_only(lab: Lab, decode: str) -> None:
-    lab.submit("a-1", tenant="one")
-    lab.submit("b-2", tenant="two")
-    assert lab.state.explain("a", "one").name == "a-1"
-    assert [record.name for record in lab.state.recent(9, "two")] == ["b-2"]
-    with pytest.raises(RequestNotFound):
-        lab.state.explain("a", "two")
 
 
 def test_the_turns_of_a_session_tell_why_they_were_not_cached(lab: Lab, decode: str) -> None:
@@ -175,7 +166,7 @@ def test_the_turns_of_a_session_tell_why_they_were_not_cached(lab: Lab, decode: 
         lab.now += 1
         lab.tell(KvEvents(KvEventBatch(decode, 1, (BlockRemoved(keys[6:10][::-1], "GPU"),))))
         lab.now += 2
-    first, last = [operator_views.request_summary(one, lab.now) for one in lab.state.recent(9, None, "agent")[::-1]]
+    first, last = [operator_views.request_summary(one, lab.now) for one in lab.state.recent(9, "agent")[::-1]]
     assert (first.request_id, first.session, last.request_id) == ("a", "agent", "c")
     assert first.not_cached == NotCached(reason="new", page=0, token=0, tokens={"new": 48, "tail": 2})
     assert last.not_cached == NotCached(
@@ -193,7 +184,7 @@ def test_nothing_is_remembered_when_nothing_is_to_be() -> None:
     lab.submit()
     lab.tokens(decode, "r", 1, 10, 9, finish="length")
     lab.end()
-    assert lab.state.recent(9, "") == []
+    assert lab.state.recent(9) == []
 
 
 def test_a_request_that_outlives_its_record() -> None:
@@ -226,7 +217,7 @@ def test_the_best_are_shown_and_the_chosen_one_always() -> None:
     every = [candidate(f"decode-{i}", queue=float(i)) for i in range(100)]
     explanations = Explanations(10)
     placed(explanations, "r", every[70], ConsideredPlacements(100, lambda: every))
-    record = explanations.find("r", "")
+    record = explanations.find("r")
     shown, omitted = record.attempts[0].candidates()
     assert [one.decode for one in shown] == [*(f"decode-{i}" for i in range(SHOWN - 1)), "decode-70"]
     assert omitted == 100 - SHOWN
@@ -236,9 +227,9 @@ def test_what_was_weighed_is_bounded_and_the_rest_stays() -> None:
     explanations = Explanations(1_000)
     for i in range(150):
         placed(explanations, f"r-{i}", candidate("d"), ConsideredPlacements(1_000, lambda: [candidate("d")]))
-    known = [record.attempts[0].considered is not None for record in explanations.last(1_000, "")]
+    known = [record.attempts[0].considered is not None for record in explanations.last(1_000)]
     assert known == [True] * 100 + [False] * 50
-    oldest = explanations.find("r-0", "")
+    oldest = explanations.find("r-0")
     assert oldest.attempts[0].candidates() == ([], 0)
 
 
@@ -272,7 +263,7 @@ PAIR = candidate("a", "p", queue=1.0, compute=0.5)
 def test_the_choice_in_words(chosen: Candidate, others: list[Candidate], says: str) -> None:
     explanations = Explanations(1)
     placed(explanations, "r", chosen, ConsideredPlacements(1, lambda: [*others, chosen]))
-    (record,) = explanations.last(1, "")
+    (record,) = explanations.last(1)
     account = record.attempts[0]
     assert reason(account, account.candidates()[0]) == says
     assert reason(account, others) == "", "what was weighed does not hold the choice"
@@ -281,7 +272,7 @@ def test_the_choice_in_words(chosen: Candidate, others: list[Candidate], says: s
 def test_a_choice_that_is_not_laid_out_is_shown_by_its_plan() -> None:
     explanations = Explanations(1)
     placed(explanations, "r", ALONE, ConsideredPlacements(2, lambda: [candidate("b"), candidate("c")]))
-    (record,) = explanations.last(1, "")
+    (record,) = explanations.last(1)
     shown, omitted = record.attempts[0].candidates()
     assert ({one.decode for one in shown}, omitted) == ({"a", "b", "c"}, 0)
 

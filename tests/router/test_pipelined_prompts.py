@@ -205,7 +205,7 @@ def test_all_are_told_their_parts(ring: Ring) -> None:
         lab.say(helper, msg.Prefilled("r", 1, computed=(ring.prompt - 1) // workers, hit=0, stored=0))
         assert lab.cancelled(helper) == [1]
     assert not lab.cancelled(ring.main)
-    (note,) = lab.state.explain("r", None).attempts[0].notes
+    (note,) = lab.state.explain("r").attempts[0].notes
     names = [name.removesuffix(".1") for name in (ring.main, *ring.helpers)]
     assert note.startswith(f"{names[0]} and {', '.join(names[1:])} compute chunks of {first.pages} pages in turn. ")
     assert f"1: {(ring.prompt - 1) / 20:.2f} s, 2: " in note

@@ -93,8 +93,7 @@ def test_from_wish_to_pin(it: PinLab) -> None:
     assert isinstance(outcome, NewPin)
     assert (outcome.tokens_computed, outcome.pin.tokens, outcome.pin.pages, outcome.pin.bytes) == (8, 12, 3, 3 * 1_024)
     assert (outcome.pin.id, outcome.pin.node, outcome.pin.expires_in_ms) == ("p", "a", 60_000)
-    assert it.state.pins("", it.now) == [outcome.pin]
-    assert not it.state.pins("somebody else", it.now)
+    assert it.state.pins(it.now) == [outcome.pin]
 
 
 def test_a_prefix_that_a_hung_worker_does_not_read_goes_to_another_one(it: PinLab) -> None:
@@ -119,7 +118,7 @@ def test_it_ends_with_its_time(it: PinLab) -> None:
             it.beat(peer)
         it.store_beat(STORE, msg.AttemptHeld(it.pin.pin, 1, 3))
         it.advance(0.3)
-    assert not it.state.pins("", it.now)
+    assert not it.state.pins(it.now)
     assert it.sent(msg.UnpinPages, STORE)[-1].pin == it.pin.pin
 
 
@@ -143,7 +142,7 @@ def test_tenants_have_keys_and_names_of_their_own(it: PinLab) -> None:
     first, second = it.sent(msg.PinPages)
     assert (first.tenant, second.tenant) == ("one", "two")
     assert first.keys != second.keys
-    assert [len(it.state.pins(tenant, it.now)) for tenant in ("one", "two", "")] == [1, 1, 0]
+    assert [pin.tenant for pin in it.state.pins(it.now)] == ["one", "two"]
 
 
 def test_another_of_its_name_takes_its_place_once_it_is_pinned(it: PinLab, pin: PinPrefix) -> None:
@@ -155,7 +154,7 @@ def test_another_of_its_name_takes_its_place_once_it_is_pinned(it: PinLab, pin: 
     assert not it.sent(msg.UnpinPages)
     it.say(STORE, msg.PagesPinned(it.pin.pin, 5))
     assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [first]
-    assert [view.pages for view in it.state.pins("", it.now)] == [5]
+    assert [view.pages for view in it.state.pins(it.now)] == [5]
 
 
 def test_one_that_fails_leaves_what_had_its_name(it: PinLab, pin: PinPrefix) -> None:
@@ -164,7 +163,7 @@ def test_one_that_fails_leaves_what_had_its_name(it: PinLab, pin: PinPrefix) -> 
     it.say(PREFILL, msg.Prefilled("pin 2", 1, 8, 1, 2))
     it.say(STORE, msg.PagesPinned(it.pin.pin, 0, "quota"))
     assert isinstance(it.error("pin 2"), errors.QuotaExceeded)
-    assert [view.pages for view in it.state.pins("", it.now)] == [3]
+    assert [view.pages for view in it.state.pins(it.now)] == [3]
 
 
 # --- what can't be pinned ---
@@ -301,7 +300,7 @@ def test_where_most_of_it_is_already(it: PinLab) -> None:
     it.tell(order)
     assert it.to(it.prefill) == "prefill-1.1"
     it.until_pinned(prefill="prefill-1.1", store="store-1.1")
-    (view,) = it.state.pins("", it.now)
+    (view,) = it.state.pins(it.now)
     assert view.node == "b"
 
 
@@ -423,13 +422,13 @@ def test_a_client_that_leaves_wants_no_pin(it: PinLab) -> None:
     assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [pin]
     it.say(STORE, msg.PagesPinned(pin, 3))  # it was on its way
     assert [unpin.pin for unpin in it.sent(msg.UnpinPages, STORE)] == [pin, pin]
-    assert not it.state.pins("", it.now)
+    assert not it.state.pins(it.now)
 
 
 def test_a_client_that_leaves_after_the_answer_leaves_its_pin(it: PinLab, pin: PinPrefix) -> None:
     it.until_pinned()
     it.tell(ClientGone(W))
-    assert it.state.pins("", it.now)
+    assert it.state.pins(it.now)
 
 
 # --- stores come and go ---
@@ -440,14 +439,14 @@ def test_a_pin_is_made_anew_when_its_store_dies(it: PinLab) -> None:
     it.until_pinned()
     it.now += 10
     it.join("store", "store-0", incarnation="store-0.2")  # and so the old one is gone
-    (view,) = it.state.pins("", it.now)
+    (view,) = it.state.pins(it.now)
     assert view.node == ""
     assert it.prefill.attempt == 2
     it.say(PREFILL, msg.Prefilled(W, 2, 8, 1, 2))
     assert it.to(it.pin) == "store-0.2"
     assert it.pin.ttl_ms == 50_000  # what is left of its time
     it.say("store-0.2", msg.PagesPinned(it.pin.pin, 3))
-    (view,) = it.state.pins("", it.now)
+    (view,) = it.state.pins(it.now)
     assert (view.node, view.expires_in_ms) == ("a", 50_000)
     assert isinstance(it.outcome(), NewPin)  # and no second answer
 

@@ -217,7 +217,7 @@ def test_a_request_moves_from_a_slow_worker_with_its_tokens_and_counts_no_failur
     assert order.attempt == 2
     assert len(order.tokens) // 4 == 10 + len(lab.emitted("r"))
     assert lab.state.stats().counts.moved == 1
-    record = lab.state.explain("r", None)
+    record = lab.state.explain("r")
     assert record.request.history.failures == 0
     assert record.request.history.excluded == {victim}, "it moves no more often than there are workers"
     assert f"{victim[:-2]} is slow" in record.attempts[0].end_reason

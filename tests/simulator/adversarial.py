@@ -87,7 +87,7 @@ class Crowd:
         self.cluster.routers[router].tell(PinPrefix(wish, "p", pack_tokens([7] * (PAGE * pages)), ttl))
 
     def unpin(self, router: str) -> None:
-        for pin in self.cluster.routers[router].state.pins("", self.cluster.agenda.now):
+        for pin in self.cluster.routers[router].state.pins(self.cluster.agenda.now):
             self.cluster.routers[router].tell(UnpinPrefix(pin.id))
 
     # --- faults -------------------------------------------------------------------------------------------------------

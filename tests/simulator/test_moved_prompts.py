@@ -43,7 +43,7 @@ def run(
 
 
 def _moved(world: SimulatedCluster) -> list[RequestRecord]:
-    records = world.router.state.recent(100, None)
+    records = world.router.state.recent(100)
     return [one for one in records if any("the rest of its prompt" in each.end_reason for each in one.attempts)]
 
 

@@ -52,7 +52,7 @@ def run(layout: str, ailment: Ailment, *names: str, checked: bool = False) -> Si
 
 def shares(world: SimulatedCluster, *bounds: float) -> list[float]:
     """Which part of the attempts placed between two of these times went to the victim."""
-    attempts = [each for record in world.router.state.recent(10_000, None) for each in record.attempts]
+    attempts = [each for record in world.router.state.recent(10_000) for each in record.attempts]
     result: list[float] = []
     for start, end in pairwise(bounds):
         there = [each.decode == VICTIM for each in attempts if start <= (each.timeline.placed or 0.0) < end]

@@ -59,7 +59,7 @@ def test_the_death_of_one_takes_nothing_from_the_other(moment: int) -> None:
     crowd.settle()
     assert cluster.measures.resends
     for name, attempts in running.items():
-        summary = survivor.state.explain(name, None).summary
+        summary = survivor.state.explain(name).summary
         assert summary.served.attempts == attempts
 
 
@@ -84,7 +84,7 @@ def test_both_pin_the_same_prefix_and_neither_ends_the_others() -> None:
     crowd.unpin(TWO)
     crowd.cluster.advance(2.0)
     assert store.state.stats(crowd.cluster.agenda.now).pins == 1
-    assert [pin.node for pin in crowd.cluster.routers[ONE].state.pins("", crowd.cluster.agenda.now)] == ["node-0000"]
+    assert [pin.node for pin in crowd.cluster.routers[ONE].state.pins(crowd.cluster.agenda.now)] == ["node-0000"]
     crowd.settle()
 
 

@@ -268,7 +268,7 @@ class OperatorCalls:
                 return reduce(joined, await ask(call), self._status())
             case api.ListRequests():
                 count = call.last or _LISTED
-                records = chain.from_iterable(state.recent(count, None, call.session) for state in states)
+                records = chain.from_iterable(state.recent(count, call.session) for state in states)
                 mine = [views.request_summary(record, now) for record in records]
                 every = chain(mine, *await ask(call))
                 return sorted(every, key=lambda request: request.age_ms)[:count]
@@ -313,7 +313,7 @@ class OperatorCalls:
                 served = chain.from_iterable(state.served_adapters.items() for state in states)
                 return [api.LoraAdapter(name, path) for name, path in sorted(served)]
             case api.ListPins():
-                every = chain(*(state.pins(None, now) for state in states), *await ask(call))
+                every = chain(*(state.pins(now) for state in states), *await ask(call))
                 return sorted(every, key=lambda pin: (pin.id, pin.tenant))
             case _:
                 raise AssertionError(f"no call is {call}")
@@ -356,12 +356,12 @@ class OperatorCalls:
             matches: list[tuple[float, bool, RequestRecord]] = []
             for each in self._drivers:
                 with contextlib.suppress(RequestNotFound):
-                    record = each.state.explain(one, None)
+                    record = each.state.explain(one)
                     answered = record.cascade is None or record.cascade.chosen == each.model.name
                     matches.append((record.timeline.received, answered, record))
             if matches:
                 return max(matches, key=lambda each: each[:2])[2]
-        return self._driver.state.explain(name, None)  # raises
+        return self._driver.state.explain(name)  # raises
 
     def _profile(self, call: api.Profile) -> api.TraceFile:
         if call.stop and call.steps:
