@@ -90,9 +90,21 @@ StoreCommand: TypeAlias = SendReply | CloseConnection | TellRouter | DivideArena
 # --- statistics -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """A snapshot of the store. The first group counts what is so now, the second what has happened since the start."""
+@dataclass(slots=True)
+class StoreCounters:
+    """What has happened since the start."""
+
+    hits: int = 0  # pages that Acquire found
+    misses: int = 0
+    duplicates: int = 0  # pages sealed that another writer had sealed first
+    evictions: int = 0
+    expired: int = 0  # holds that their owner did not renew
+    refusals: int = 0  # connections closed for what they said
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreStats(StoreCounters):
+    """A snapshot of the store: what is so now, beside what has happened."""
 
     slots: int
     page_bytes: int
@@ -109,14 +121,7 @@ class StoreStats:
     oldest_hold: float  # seconds since the oldest lease that holds something was made
     pins: int
     pinned_bytes: int
-
-    hits: int  # pages that Acquire found
-    misses: int
-    duplicates: int  # pages sealed that another writer had sealed first
-    evictions: int
-    expired: int  # holds that their owner did not renew
-    corrupt: int  # pages reported
-    refusals: int  # connections closed for what they said
+    corrupt: int  # pages reported since the start
     loads: InboundStats
     serving: OutboundStats
     disk: DiskStats

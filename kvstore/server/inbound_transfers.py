@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from baton import peer_protocol as peers
@@ -105,19 +105,19 @@ class RemoteFetch:
         return self.sources[0]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InboundStats:
     """Counts since the start, by tier, and what is on its way now."""
 
-    disk_pages: int
-    remote_pages: int
-    disk_seconds: float  # from asking to landing, summed over loads
-    remote_seconds: float
-    failed: int  # pages that were to come and did not
-    damaged: int  # pages that came from another store with bytes that did not match
-    lost: int  # times that pages were lost on the way and wanted anew
-    loading: int  # pages, now
-    fetches: int  # now
+    disk_pages: int = 0
+    remote_pages: int = 0
+    disk_seconds: float = 0.0  # from asking to landing, summed over loads
+    remote_seconds: float = 0.0
+    failed: int = 0  # pages that were to come and did not
+    damaged: int = 0  # pages that came from another store with bytes that did not match
+    lost: int = 0  # times that pages were lost on the way and wanted anew
+    loading: int = 0  # pages, now
+    fetches: int = 0  # now
 
 
 class InboundTransfers:
@@ -149,8 +149,7 @@ class InboundTransfers:
         self._beats = 0
         self._next_beat = float("-inf")
         self.remote_speed = SpeedMeter("remote")
-        self._disk_pages = self._remote_pages = self._failed = self._damaged = self._lost = 0
-        self._disk_seconds = self._remote_seconds = 0.0
+        self._count = InboundStats()
 
     @property
     def idle(self) -> bool:
@@ -207,7 +206,7 @@ class InboundTransfers:
                 self._queued.clear()
                 break
             self._queued.popleft()
-        self._failed += len(outcome.failed)
+        self._count.failed += len(outcome.failed)
         if batch:
             result = self._disk.read(batch)
             outcome.orders += result.orders
@@ -227,7 +226,7 @@ class InboundTransfers:
             return InboundResult()
         keys, parents = [key for key, _ in missing], [parent for _, parent in missing]
         if not sources:
-            self._failed += len(keys)
+            self._count.failed += len(keys)
             return InboundResult(gone=keys, tried=dict.fromkeys(keys, tried)) if wait else InboundResult(failed=keys)
         fetch = RemoteFetch(next(self._numbers), tuple(sources), keys, parents, wait, began=now, tried=tried)
         self._fetches[fetch.number] = fetch
@@ -235,7 +234,7 @@ class InboundTransfers:
         self._heard.setdefault(fetch.source.store, now)
         outcome = self._grant(fetch)
         if not fetch.credit and not wait and not self._reserved:
-            self._failed += len(keys)
+            self._count.failed += len(keys)
             return self._end(fetch, outcome)  # no room, and cached pages are not worth waiting for it
         want = peers.FetchPages(fetch.number, self._page_bytes, b"".join(keys), wait, fetch.credit)
         outcome.orders.append(AskPeer(fetch.source, want))
@@ -276,12 +275,12 @@ class InboundTransfers:
             fetch.received += 1
             if (reservation := fetch.slots.pop(index, None)) is None:
                 continue
-            self._remote_pages += 1
+            self._count.remote_pages += 1
             del self._coming[reservation.key]
             outcome.landed.append(self._land(reservation, checksum))
         for index in event.damaged:
             fetch.received += 1
-            self._damaged += 1
+            self._count.damaged += 1
             fetch.doubted = self._beats
             fetch.doubts[index] = fetch.doubts.get(index, 0) + 1
             if fetch.doubts[index] > _DOUBTS:
@@ -314,7 +313,7 @@ class InboundTransfers:
                 for fetch in [f for f in self._fetches.values() if f.source.store == store]:
                     known = fetch.beat is None or fetch.beat > beat or fetch.number in sent
                     if not known or self._lacks(fetch, sent.get(fetch.number, 0)):
-                        self._lost += 1
+                        self._count.lost += 1
                         self._anew(fetch, fetch.sources, outcome, now)
             case _:
                 pass
@@ -332,12 +331,12 @@ class InboundTransfers:
         assert isinstance(reservation, SlotReservation)
         began = self._reading.pop(event.key)
         if event.ok:
-            self._disk_pages += 1
-            self._disk_seconds += now - began
+            self._count.disk_pages += 1
+            self._count.disk_seconds += now - began
             outcome = InboundResult(landed=[self._land(reservation, event.checksum)])
             outcome.merge(self._go_on_all(now))
             return outcome
-        self._failed += 1
+        self._count.failed += 1
         self._reserved -= 1
         unmade = self._pages.abort(reservation)
         outcome = InboundResult(failed=[event.key], unmade=[key for key in unmade if key != event.key])
@@ -356,7 +355,7 @@ class InboundTransfers:
             if now - self._heard[fetch.source.store] > self._silence:
                 self._try_next(fetch, outcome, now)
             elif self._beats > fetch.doubted + 1 and not fetch.slots.keys().isdisjoint(fetch.doubts):
-                self._lost += 1
+                self._count.lost += 1
                 self._anew(fetch, fetch.sources, outcome, now)
         outcome.merge(self._go_on_all(now))
         self._unstall(outcome)
@@ -449,7 +448,7 @@ class InboundTransfers:
             # The rate is that of what came after the first page; of pages that came all at once, of all alike.
             rest = max(seconds - fetch.first_after, seconds / fetch.received)
             self.remote_speed.loaded(fetch.first_after, rest, fetch.received * self._page_bytes)
-            self._remote_seconds += seconds
+            self._count.remote_seconds += seconds
         return self._end(fetch, outcome)
 
     def _lacks(self, fetch: RemoteFetch, sent: int) -> bool:
@@ -527,17 +526,7 @@ class InboundTransfers:
             yield from slots
 
     def stats(self) -> InboundStats:
-        return InboundStats(
-            disk_pages=self._disk_pages,
-            remote_pages=self._remote_pages,
-            disk_seconds=self._disk_seconds,
-            remote_seconds=self._remote_seconds,
-            failed=self._failed,
-            damaged=self._damaged,
-            lost=self._lost,
-            loading=len(self._coming),
-            fetches=len(self._fetches),
-        )
+        return replace(self._count, loading=len(self._coming), fetches=len(self._fetches))
 
     def validate(self) -> None:
         reservations = list(self.reservations)

@@ -27,7 +27,7 @@ Pure: events and the time in, commands out. Pages, their slots and tiers are `kv
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 
 from baton import messages as msg
 from baton import store_protocol as protocol
@@ -47,16 +47,6 @@ from kvstore.server.tier_manager import TierManager, TierResult
 
 MAX_LEASES = 16_384
 """Per process: a heartbeat lists them all in one packet."""
-
-
-@dataclass(slots=True)
-class _Counters:
-    hits: int = 0
-    misses: int = 0
-    duplicates: int = 0
-    evictions: int = 0  # of arenas divided otherwise before
-    expired: int = 0
-    refusals: int = 0
 
 
 class StoreState:
@@ -83,7 +73,7 @@ class StoreState:
         self._shared: dict[bytes, SharedSlots] = {}  # by name
         self._line = HeadOfLine(silence)
         self._ended = False  # a lease has ended since unwanted transfers were last given up
-        self._count = _Counters()
+        self._count = events.StoreCounters()  # evictions: of arenas divided otherwise before
 
     def _new_tiers(self, slots: int) -> TierManager:
         admission = AdmissionFilter(self._admit_after, 4 * slots + 1)
@@ -553,7 +543,7 @@ class StoreState:
         return self._tiers.pins.listed(router)
 
     def stats(self, now: float) -> events.StoreStats:
-        pages, count = self._pages, self._count
+        pages = self._pages
         away = (process for process in self._processes.values() if process.connection is None)
         return events.StoreStats(
             slots=pages.slots,
@@ -571,16 +561,11 @@ class StoreState:
             oldest_hold=max((now - lease.since for lease in self._leases() if lease.holds), default=0.0),
             pins=len(self._tiers.pins),
             pinned_bytes=self._tiers.pins.bytes,
-            hits=count.hits,
-            misses=count.misses,
-            duplicates=count.duplicates,
-            evictions=count.evictions + pages.evictions,
-            expired=count.expired,
             corrupt=self._tiers.corrupt,
-            refusals=count.refusals,
             loads=self._tiers.loads.stats(),
             serving=self._tiers.server.stats(),
             disk=self._disk.stats(),
+            **asdict(replace(self._count, evictions=self._count.evictions + pages.evictions)),
         )
 
     def validate(self) -> None:
