@@ -78,11 +78,12 @@ class SpeedMeter:
     def __init__(self, tier: LowerTier) -> None:
         self.speed = DEFAULT_SPEEDS[tier]
 
-    def loaded(self, first_seconds: float, seconds: float, size: int) -> None:
-        """A load brought `size` bytes in `seconds`, of which `first_seconds` passed before the first page was here."""
+    def loaded(self, first_seconds: float, seconds: float, pages: int, page_bytes: int) -> None:
+        """A load brought `pages` in `seconds`, of which `first_seconds` passed before the first one was here. The rate
+        is that of what came after it; of pages that came all at once, of all alike."""
         old = self.speed
         latency = max(first_seconds, 1e-6)
-        rate = size / max(seconds, 1e-6)
+        rate = pages * page_bytes / max(seconds - first_seconds, seconds / pages, 1e-6)
         if old.measured:
             latency = old.latency + _WEIGHT * (latency - old.latency)
             rate = old.bytes_per_second + _WEIGHT * (rate - old.bytes_per_second)

@@ -109,7 +109,7 @@ class DiskIndex:
         self._deleting: set[bytes] = set()  # keys of files that are still there
         self._stuck: list[PageFile] = []  # those of them that could not be deleted
         self._reads: dict[int, dict[int, _Reading]] = {}  # by number and place in the order
-        self._read_bytes: dict[int, int] = {}  # by number: what has come well
+        self._well_read: dict[int, int] = {}  # by number: pages that have come well
         self._reading = 0
 
     # --- what can be asked ------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class DiskIndex:
         if order:
             self._reading += len(order)
             self._reads[self._numbers] = reading
-            self._read_bytes[self._numbers] = 0
+            self._well_read[self._numbers] = 0
             self._out.orders.append(disk.Read(self._epoch, self._numbers, tuple(order)))
         return self._settled()
 
@@ -336,7 +336,7 @@ class DiskIndex:
             self._out.ended.append(disk.ReadEnded(key, slot, page.file.checksum, outcome == "ok"))
             if outcome == "ok":
                 self._count.read += 1
-                self._read_bytes[event.number] += self._page_bytes
+                self._well_read[event.number] += 1
             elif page.node is not None:
                 self._count.corrupt += outcome == "corrupt"
                 self._count.errors += outcome != "corrupt"
@@ -347,13 +347,8 @@ class DiskIndex:
 
     def _read_finished(self, event: disk.ReadFinished) -> None:
         assert not self._reads.pop(event.number), "pages of a read have not been told of"
-        size = self._read_bytes.pop(event.number)
-        if size:
-            # The rate is that of what came after the first page; of a read that came all at once, of all pages alike.
-            pages = size // self._page_bytes
-            self._meter.loaded(
-                event.first_seconds, max(event.seconds - event.first_seconds, event.seconds / pages), size
-            )
+        if pages := self._well_read.pop(event.number):
+            self._meter.loaded(event.first_seconds, event.seconds, pages, self._page_bytes)
 
     # --- making room --------------------------------------------------------------------------------------------------
 

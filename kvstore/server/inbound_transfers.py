@@ -445,9 +445,7 @@ class InboundTransfers:
             return outcome
         if not fetch.wait and fetch.first_after is not None:
             seconds = now - fetch.began
-            # The rate is that of what came after the first page; of pages that came all at once, of all alike.
-            rest = max(seconds - fetch.first_after, seconds / fetch.received)
-            self.remote_speed.loaded(fetch.first_after, rest, fetch.received * self._page_bytes)
+            self.remote_speed.loaded(fetch.first_after, seconds, fetch.received, self._page_bytes)
             self._count.remote_seconds += seconds
         return self._end(fetch, outcome)
 

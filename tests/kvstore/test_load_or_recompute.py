@@ -49,16 +49,22 @@ def test_before_anything_is_measured_the_defaults_count() -> None:
 def test_measurements_replace_the_defaults_and_are_then_averaged() -> None:
     meter = costs.SpeedMeter("remote")
     assert not meter.speed.measured
-    meter.loaded(0.1, 1.0, 1_000)
+    meter.loaded(0.1, 1.1, 10, 100)
     assert meter.speed == TierSpeed("remote", 0.1, 1_000.0, measured=True)
-    meter.loaded(0.2, 1.0, 2_000)
+    meter.loaded(0.2, 1.2, 20, 100)
     assert meter.speed.latency == pytest.approx(0.12)
     assert meter.speed.bytes_per_second == pytest.approx(1_200)
 
 
+def test_pages_that_come_all_at_once_are_measured_alike() -> None:
+    meter = costs.SpeedMeter("disk")
+    meter.loaded(1.0, 1.0, 10, 100)
+    assert meter.speed == TierSpeed("disk", 1.0, 10_000.0, measured=True)
+
+
 def test_a_load_that_takes_no_time_at_all_is_measured_too() -> None:
     meter = costs.SpeedMeter("disk")
-    meter.loaded(0.0, 0.0, 1_000)
+    meter.loaded(0.0, 0.0, 10, 100)
     assert meter.speed.latency > 0
     assert meter.speed.bytes_per_second > 0
 
