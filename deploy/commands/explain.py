@@ -7,15 +7,13 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from baton import operator_api as api
 from baton.errors import InvalidRequest
 from deploy.commands.running_cluster import operator_client
-from deploy.commands.terminal import Json, Name, Operator, command, new_table, out, print_json
+from deploy.commands.terminal import Json, Name, Operator, command, new_table, out, print_json, print_whole
 
 _TERMS = [name for name in api.CostTerms.__struct_fields__ if name != "total_ms"]
-_WIDTH = 240
 _TURNS = 100  # of a session, unless the call says how many
 _TIERS = {"GPU": "a device", "CPU": "a host's memory", "DISK": "a disk"}
 _REASONS = {
@@ -89,7 +87,7 @@ def requests(console: Console, summaries: Sequence[api.RequestSummary]) -> None:
             _who(one),
         )
     if summaries:
-        _print(console, table)
+        print_whole(console, table)
     else:
         console.print("no request is remembered")
 
@@ -111,7 +109,7 @@ def turns(console: Console, summaries: Sequence[api.RequestSummary]) -> None:
             _by_reason(why) if why else "",
         )
     if summaries:
-        _print(console, table)
+        print_whole(console, table)
     else:
         console.print("no turn of this session is remembered")
 
@@ -199,7 +197,7 @@ def _candidates(console: Console, attempt: api.ExplainedAttempt | api.Explanatio
             escape(one.infeasible),
             style="bold" if one.chosen else "dim" if one.infeasible else None,
         )
-    _print(console, table)
+    print_whole(console, table)
     if attempt.candidates_omitted:
         console.print(f"[dim]and {attempt.candidates_omitted} more[/]")
 
@@ -210,18 +208,11 @@ def _outlook(console: Console, attempt: api.ExplainedAttempt) -> None:
         predicted, actual = _number(attempt.predicted, name, form), _number(attempt.actual, name, form)
         if predicted or actual:
             table.add_row(title, predicted, actual)
-    _print(console, table)
+    print_whole(console, table)
 
 
 def _who(one: api.RequestSummary | api.ExplainedAttempt | api.ExplainedCandidate) -> str:
     return f"{one.decode_worker} with {one.prefill_worker}" if one.prefill_worker else one.decode_worker
-
-
-def _print(console: Console, table: Table) -> None:
-    """Print the table at full width in any window, since truncated cells can't be copied."""
-    width, console.width = console.width, _WIDTH
-    console.print(table)
-    console.width = width
 
 
 def _state(one: api.RequestSummary) -> str:

@@ -19,7 +19,7 @@ from baton.config import Config
 from baton.config import load as load_config
 from baton.errors import InvalidRequest
 from deploy.commands import chart
-from deploy.commands.terminal import new_table
+from deploy.commands.terminal import new_table, print_whole
 from kvstore.window_groups import NO_GROUPS, WindowGroups
 from simulator import mooncake, timing
 from simulator.advice import Break, Evaluate, Objectives, Search, Trial, TrialResult, breaks_by, name, pays, sentence
@@ -153,9 +153,7 @@ def show(console: Console, advice: AdviceResult) -> None:
             breaks_by(each.layout, each.beyond),
             style="bold" if each is winner else None,
         )
-    width, console.width = console.width, 240  # whole, however narrow the window
-    console.print(table)
-    console.width = width
+    print_whole(console, table)
     console.print("share of requests that meet both objectives, by requests a second\n")
     console.print(chart.text(_lines(advice), advice.objectives.attainment, "req/s"))
     console.print(f"\n[bold]{escape(advice.sentence)}[/]")

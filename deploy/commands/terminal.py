@@ -216,6 +216,13 @@ def new_table(*columns: str, narrow: bool = False) -> Table:
     return table
 
 
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table at full width in any window, since truncated cells can't be copied."""
+    width, console.width = console.width, 240
+    console.print(table)
+    console.width = width
+
+
 def size(number: float | None) -> str:
     """Return a number of bytes in its unit, empty if there is none."""
     if number is None:
