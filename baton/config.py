@@ -308,6 +308,7 @@ Repair: TypeAlias = Literal[
     "system_in_user",
     "single_calls",
     "call_ids",
+    "effort",
     "arguments",
     "placeholder",
     "limit",

@@ -473,6 +473,29 @@ async def test_what_is_wrong_with_a_request_is_named(
             assert set(error) == {"message", "type", "param", "code"}
 
 
+async def test_an_error_names_the_field_that_the_client_sent(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    schema = {"type": "json_schema", "schema": {"type": "string", "not": {}}}
+    chat, response = {"messages": messages}, {"input": messages}
+    async with door(tmp_path, workers=0) as client:
+        for path, body, field in (
+            ("completions", {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+            ("chat/completions", chat | {"max_tokens": 0}, "max_tokens"),
+            ("chat/completions", chat | {"max_completion_tokens": 0}, "max_completion_tokens"),
+            ("chat/completions", chat | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+            ("chat/completions", {"messages": []}, "messages"),
+            ("responses", {"input": []}, "input"),
+            ("responses", response | {"max_output_tokens": 0}, "max_output_tokens"),
+            ("responses", response | {"text": {"format": schema}}, "text.format"),
+            ("messages", chat | {"max_tokens": 4, "stop_sequences": [""]}, "stop_sequences"),
+            ("messages", chat | {"max_tokens": 4, "output_config": {"format": schema}}, "output_config.format"),
+        ):
+            status, answer, _ = await client.post(f"/v1/{path}", body)
+            error = answer["error"]
+            assert (status, error["message"].startswith(field)) == (400, True), answer
+            assert path == "messages" or error["param"] == field, answer
+
+
 async def test_log_probabilities_of_the_prompt(tmp_path: Path) -> None:
     async with door(tmp_path) as client:
         plain = await client.complete()

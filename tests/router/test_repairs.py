@@ -215,6 +215,64 @@ async def test_the_systems_messages_reach_every_template(
         await eventually_async(counted)
 
 
+GRADED = (  # as Qwen3.8's
+    "{% set effort = reasoning_effort | default('xhigh') %}{% if effort not in ['xhigh', 'medium', 'low'] %}"
+    "{{ raise_exception('Unexpected reasoning effort ' ~ effort) }}{% endif %}<{{ effort }}>" + STRICT
+)
+
+
+async def test_an_effort_that_the_template_refuses_is_the_nearest_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with front(tmp_path, monkeypatch, GRADED) as it:
+        for effort, told in (("low", "low"), ("high", "medium"), ("max", "xhigh"), ("minimal", "low"), (None, "xhigh")):
+            right = (f"<{told}><user>Hi<assistant>", "" if effort in (told, None) else "effort")
+            for path, body in (
+                ("chat/completions", {"messages": [USER], "reasoning_effort": effort}),
+                ("responses", {"input": [USER], "reasoning": {"effort": effort}}),
+                ("messages", {"messages": [USER], "output_config": {"effort": effort}}),
+            ):
+                assert await it.prompt(path, body) == right
+        late = {"messages": [USER, system("B")], "reasoning_effort": "high"}
+        right = ("<medium><system>B<user>Hi<assistant>", "effort, system")
+        assert await it.prompt("chat/completions", late) == right
+        status, answer, _ = await it.send("chat/completions", {"messages": [USER], "reasoning_effort": "lots"})
+        assert (status, "effort lots" in answer["error"]["message"]) == (400, True)
+        status, answer, _ = await it.send("messages", {"messages": [USER], "output_config": {"effort": 5}})
+        assert (status, "output_config.effort" in answer["error"]["message"]) == (400, True)
+    async with front(tmp_path, monkeypatch, GRADED, repairs=["system"]) as it:
+        status, answer, _ = await it.send("messages", {"messages": [USER], "output_config": {"effort": "high"}})
+        assert (status, "effort high" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_turn_that_is_a_prefix_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with front(tmp_path, monkeypatch) as it:
+        for turn, prompt in (
+            (TURN | {"prefix": True}, "<user>Hi<assistant>Yes?"),
+            (TURN | {"prefix": False}, "<user>Hi<assistant>Yes?<assistant>"),
+            (TURN | {"prefix": True, "content": ""}, "<user>Hi<assistant><assistant>"),
+            (USER | {"prefix": True}, "<user>Hi<user>Hi<assistant>"),
+        ):
+            assert await it.prompt("chat/completions", {"messages": [USER, turn]}) == (prompt, "")
+        body = {"messages": [USER, TURN | {"prefix": True}], "add_generation_prompt": True}
+        status, answer, _ = await it.send("chat/completions", body)
+        assert (status, "messages[-1].prefix" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_tools_result_that_is_an_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with front(tmp_path, monkeypatch) as it:
+        for failed, content, text in (
+            (True, "no such file", "Error: no such file"),
+            (True, "<tool_use_error>no such file", "<tool_use_error>no such file"),
+            (True, [{"type": "text", "text": "no such file"}], "Error:\nno such file"),
+            (True, None, "Error: "),
+            (False, "no such file", "no such file"),
+        ):
+            result = {"type": "tool_result", "tool_use_id": "c", "content": content, "is_error": failed}
+            body = {"messages": [USER, {"role": "user", "content": [result]}]}
+            assert await it.prompt("messages", body) == (f"<user>Hi<tool>{text}<assistant>", "")
+
+
 async def test_the_systems_messages_of_the_other_doors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with front(tmp_path, monkeypatch, STRICT) as it:
         right = ("<system>A\n\nB<user>Hi<assistant>", "system")

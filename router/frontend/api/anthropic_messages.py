@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -17,16 +17,19 @@ from router.frontend.api.openai_chat import ChatCompletionRequest
 from router.frontend.api.protocol import refuse_fields, unsupported
 from router.frontend.api.response_builder import Choice, Count, NotCachedTokens, ResponseBuilder, ResponseOptions
 from router.frontend.api.token_logprobs import Json
-from router.frontend.api.tools import checked_function, is_left_out, switch, wrong
+from router.frontend.api.tools import checked_function, effort_of, is_left_out, switch, wrong
 from router.frontend.chat.deltas import Content, Item, ItemBegins, ItemEnds, ItemGrows, ItemStep, ItemStream, ToolCall
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of, part_of, source_of
 from router.frontend.chat.scanning import decoded
 from router.frontend.output_stream import Output
 
+_BEGINNING = 80  # characters
+
 
 class CountTokensRequest(Struct, kw_only=True):
     """The body of POST /v1/messages/count_tokens: a chat whose prompt is counted."""
 
+    OWN_NAMES: ClassVar = {"stop": "stop_sequences", "response_format": "output_config.format"}
     messages: list[dict[str, Any]]
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
@@ -82,6 +85,7 @@ def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompl
         tool_choice=choice,
         parallel_tool_calls=parallel,
         include_reasoning=shows,
+        reasoning_effort=effort_of("output_config", request.output_config),
         chat_template_kwargs=variables,
         continue_final_message=continued,
         add_generation_prompt=not continued,
@@ -119,6 +123,7 @@ def _messages(at: str, message: Json, before: list[Json], called: dict[str, str]
         match block:
             case {"type": "tool_result", "tool_use_id": str(name)}:
                 content = content_of(f"{at}[{number}].content", block.get("content"), "tool", repairs)
+                content = _told(content) if block.get("is_error") is True else content
                 result: Json = {"role": "tool", "tool_call_id": name, "content": content}
                 results.append(result | ({"name": called[name]} if name in called else {}))
             case {"type": "tool_use", "id": str(id_), "name": str(name)}:
@@ -142,6 +147,14 @@ def _messages(at: str, message: Json, before: list[Json], called: dict[str, str]
     if thoughts:
         turn["reasoning_content"] = "\n".join(thoughts)
     return [*results, turn]
+
+
+def _told(content: str | list[Json]) -> str | list[Json]:
+    """Return the content of a tool's result that is an error. Chats have no mark for it, so the text begins with it."""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    if "error" in "".join(texts)[:_BEGINNING].lower():
+        return content
+    return f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
 
 
 def _tools(tools: Sequence[Json], repairs: Repairs) -> Iterator[Json]:

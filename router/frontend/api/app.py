@@ -67,6 +67,7 @@ from router.frontend.api.protocol import (
     GenerationOrder,
     TokenizeRequest,
     affinity_of,
+    in_words_of,
     name_field,
     refuse_unserved,
     request_fields,
@@ -203,7 +204,8 @@ class HttpApi:
             options = self._options(CompletionBuilder, service, request, fields, logprobs=scores, echo=echo)
             return CompletionBuilder(options, _choices_of(prompts, samples(fields)))
 
-        return await self._answered(service, request, order, received, builder)
+        with in_words_of(fields):
+            return await self._answered(service, request, order, received, builder)
 
     def _completion_of(
         self, tenant: str, fields: CompletionRequest
@@ -257,7 +259,8 @@ class HttpApi:
         plan, service = chat.plan, chat.prompts.service
         model = service.model
         prompt = await chat.prompts.of_chat(chat.order, repairs)
-        fields, frame = await fitted(chat.fields, plan, prompt, service, repairs)
+        with in_words_of(body):
+            fields, frame = await fitted(chat.fields, plan, prompt, service, repairs)
         logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
         form = model.format_of(tools=fields.tools)
         order = GenerationOrder(
@@ -288,7 +291,8 @@ class HttpApi:
                 )  # fmt: skip
             return builder(options, outputs)
 
-        return await self._answered(service, request, order, received, built)
+        with in_words_of(body):
+            return await self._answered(service, request, order, received, built)
 
     def _options(
         self, builder: type[ResponseBuilder], service: GenerationService, request: Request, fields: GenerationFields,

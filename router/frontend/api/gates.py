@@ -46,7 +46,7 @@ from router.frontend.api import errors
 from router.frontend.api.anthropic_messages import anthropic_body
 from router.frontend.api.errors import error_response
 from router.frontend.api.model_cards import is_anthropic
-from router.frontend.api.protocol import decode
+from router.frontend.api.protocol import decode, in_words_of
 from router.frontend.api.server import OPERATORS
 from router.frontend.chat.repairs import Repairs, with_whole_characters
 from router.frontend.generation import GenerationService
@@ -236,7 +236,11 @@ class BodyReader:
             except TimeoutError:
                 raise BodyTimeout(f"the request's body did not come within {_BODY_SECONDS:g} s") from None
             repairs: Repairs = request.scope["state"]["repairs"]
-            return await self._apart(len(body), lambda: work(self._decoded(body, kind, repairs)))
+            return await self._apart(len(body), lambda: self._worked(work, self._decoded(body, kind, repairs)))
+
+    def _worked(self, work: Callable[[T], R], body: T) -> R:
+        with in_words_of(body):
+            return work(body)
 
     def _decoded(self, body: bytes, kind: type[T], repairs: Repairs) -> T:
         # msgspec holds the GIL while it decodes, 0.2 µs for each object or list.

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -27,6 +27,7 @@ from router.frontend.output_stream import Output
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
+    OWN_NAMES: ClassVar = {"max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None  # its newer name for max_tokens
     logprobs: bool | None = None

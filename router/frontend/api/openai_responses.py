@@ -11,7 +11,7 @@ itself are left out, because nothing runs them here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -30,7 +30,7 @@ from router.frontend.api.response_builder import (
     ResponseOptions,
 )
 from router.frontend.api.token_logprobs import Json
-from router.frontend.api.tools import checked_custom, checked_function, is_hosted, is_left_out, wrong
+from router.frontend.api.tools import checked_custom, checked_function, effort_of, is_hosted, is_left_out, wrong
 from router.frontend.chat import deltas
 from router.frontend.chat.repairs import Repairs, arguments_of, content_of, placeholder, source_of
 from router.frontend.output_stream import Output
@@ -41,6 +41,7 @@ _MEMBERS = {"function": ("name", "description", "parameters", "strict"), "custom
 class ResponsesRequest(SharedFields, kw_only=True):
     """The body of POST /v1/responses."""
 
+    OWN_NAMES: ClassVar = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text.format"}
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -82,16 +83,13 @@ def chat_of_response(request: ResponsesRequest, repairs: Repairs) -> ChatComplet
     )  # fmt: skip
     if _LOGPROBS in (request.include or ()):
         raise unsupported("include", request.include, f"leave {_LOGPROBS} out")
-    effort = (request.reasoning or {}).get("effort")
-    if not isinstance(effort, str | None):
-        raise wrong("reasoning.effort", f"it is {shown(repr(effort))}; it must be a text")
     tools = ResponseTools(request, repairs)
     return ChatCompletionRequest(
         messages=_messages(request, tools, repairs),
         max_completion_tokens=request.max_output_tokens,
         tools=tools.chat,
         tool_choice=tools.choice_of(request.tool_choice),
-        reasoning_effort=effort,
+        reasoning_effort=effort_of("reasoning", request.reasoning),
         response_format=_response_format(request),
         **{name: getattr(request, name) for name in _SAME},
     )

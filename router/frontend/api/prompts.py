@@ -115,10 +115,13 @@ class PromptBuilder:
                 f"{model.name} has no chat template; send chat_template, or use /v1/completions with the whole prompt"
             )
         messages = normalized(fields.messages or (), source, repairs)
-        continues = bool(fields.continue_final_message)
+        last = messages[-1]
+        prefix = last.pop("prefix", None) is True and last["role"] == "assistant" and bool(text_of(last).strip())
+        continues = prefix if fields.continue_final_message is None else fields.continue_final_message
         generation = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
         if continues and generation:
-            raise InvalidRequest("continue_final_message and add_generation_prompt are both true; choose one")
+            name = "messages[-1].prefix" if prefix else "continue_final_message"
+            raise InvalidRequest(f"{name} and add_generation_prompt are both true; choose one", "add_generation_prompt")
         variables: dict[str, Any] = {
             **(template.special_tokens if template else {}),
             "messages": messages,
@@ -131,8 +134,8 @@ class PromptBuilder:
             variables.setdefault("reasoning_effort", effort)
         continued = None
         if continues:
-            continued = text_of(messages[-1])
-            mark_end(messages[-1])
+            continued = text_of(last)
+            mark_end(last)
         keep = None
         if isinstance(fields, ChatCompletionRequest):
             keep = kept_tokens(fields.truncate_prompt_tokens, fields.max_tokens, model.limits.max_context)

@@ -8,8 +8,9 @@ serve is refused with its name, unless its value changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -179,6 +180,20 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(f"the request's JSON is not as it must be: {shown(str(error), 300)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the request's body is no JSON: {shown(str(error), 300)}") from None
+
+
+@contextlib.contextmanager
+def in_words_of(body: Struct) -> Iterator[None]:
+    """Let an error name its field as the body does. A message begins with the name that all doors have for it."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field = error.field or str(error).partition(" ")[0]
+        own = getattr(body, "OWN_NAMES", {}).get(field, "")
+        name = own if own and getattr(body, own.partition(".")[0], None) is not None else field
+        if name != field or field in body.__struct_fields__:
+            error.args, error.field = (str(error).replace(field, name, 1),), name
+        raise
 
 
 def refuse_unserved(request: GenerationFields) -> None:

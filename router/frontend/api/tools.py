@@ -130,6 +130,14 @@ def switch(variables: Mapping[str, Any] | None, *, on: bool) -> Json:
     return dict.fromkeys(_THINKING, on) | dict(variables or {})
 
 
+def effort_of(field: str, options: Mapping[str, Any] | None) -> str | None:
+    """Return the effort that a field of an API asks reasoning for. Raises InvalidRequest."""
+    effort = (options or {}).get("effort")
+    if not isinstance(effort, str | None):
+        raise wrong(f"{field}.effort", f"it is {shown(repr(effort))}; it must be a text")
+    return effort
+
+
 def wrong(field: str, reason: str) -> InvalidRequest:
     return InvalidRequest(f"{field}: {reason}", field)
 

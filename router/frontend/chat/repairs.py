@@ -33,6 +33,7 @@ _ESCAPE = re.compile(
 )
 _TELEMETRY = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.IGNORECASE)
 _SHORT = re.compile("[A-Za-z0-9]{9}")
+_EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 _UNREADABLE = "INVALID_JSON"  # Anthropic's own name for arguments that were cut
 
 
@@ -168,6 +169,17 @@ def _value_of(text: str) -> Any:
     except (ValueError, RecursionError):
         return None
     return value
+
+
+# --- effort -----------------------------------------------------------------------------------------------------------
+
+
+def other_efforts(effort: Any) -> list[str]:
+    """Return the other efforts of reasoning, the nearest first; of two, the lower one."""
+    if effort not in _EFFORTS:
+        return []
+    at = _EFFORTS.index(effort)
+    return sorted(_EFFORTS, key=lambda other: abs(_EFFORTS.index(other) - at))[1:]
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

@@ -142,13 +142,28 @@ def _answer(order: dict[str, Any], most: int) -> dict[str, Any]:
     try:
         if not takes_parts(order["template"]):
             variables = variables | {"messages": [_plain(message) for message in variables["messages"]]}
-        text, kinds = _repaired(order["template"], variables, order.get("repairs", ()), most)
+        text, kinds = _with_effort(order["template"], variables, order.get("repairs", ()), most)
         text.encode()  # a template may make half a surrogate pair, which is no text
         return {"text": text, "repairs": kinds}
     except ValueError as error:
         return {"error": str(error)[:1_000]}
     except Exception as error:  # noqa: BLE001 a template is a program: whatever it raises, another one must go on
         return {"error": f"{type(error).__name__}: {error}"[:1_000]}
+
+
+def _with_effort(template: str, variables: dict[str, Any], allowed: list[str], most: int) -> tuple[str, list[str]]:
+    """Render messages as `_repaired` does. If the template refuses the effort, it is told the nearest that it takes.
+    Raises ValueError."""
+    try:
+        return _repaired(template, variables, allowed, most)
+    except _Refused as refusal:
+        if "effort" not in allowed or "effort" not in str(refusal).lower():
+            raise
+        for effort in repairs.other_efforts(variables.get("reasoning_effort")):
+            with contextlib.suppress(_Refused):
+                text, kinds = _repaired(template, variables | {"reasoning_effort": effort}, allowed, most)
+                return text, ["effort", *kinds]
+        raise
 
 
 def _repaired(template: str, variables: dict[str, Any], allowed: list[str], most: int) -> tuple[str, list[str]]:
