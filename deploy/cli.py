@@ -3,6 +3,7 @@
 So `baton status` does not wait until the simulator of `baton advise` is imported, nor `baton version` for gRPC.
 """
 
+import sys
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from baton import __version__
-from deploy.commands.terminal import EXIT_STATUSES, as_epilog, new_app, out
+from deploy.commands.terminal import EXIT_STATUSES, as_epilog, forget_stdout, new_app, out
 from deploy.interrupts import quiet_at_the_edges
 
 _COMMANDS = (
@@ -56,5 +57,8 @@ def main_help(
 def main() -> None:
     try:
         app()
+    except OSError as error:  # of typer's own output, such as help
+        forget_stdout()
+        sys.exit(f"error (output): stdout can't be written: {error}")
     finally:
         quiet_at_the_edges(running=False)

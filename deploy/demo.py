@@ -134,7 +134,7 @@ def _say(text: str) -> None:
     """Print, unless nothing reads it: what comes next must be done in any case."""
     try:
         out.print(text)
-    except (OutputClosed, OSError):
+    except OutputClosed:
         forget_stdout()
 
 

@@ -40,10 +40,16 @@ class EngineOption(StrEnum):
 
 
 class OutputClosed(Exception):
-    """Nothing reads stdout any more, as in `baton logs | head`."""
+    """Nothing reads stdout any more, as in `baton logs | head`, or its disk is full. Then the error is its argument."""
 
 
 class _Out(Console):
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            raise OutputClosed(error) from None
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
         raise OutputClosed
@@ -137,9 +143,11 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt as interrupt:
             err.print("interrupted")
             raise typer.Exit(exit_status(interrupt)) from None
-        except OutputClosed:
+        except OutputClosed as closed:
             forget_stdout()
-            raise typer.Exit(128 + signal.SIGPIPE) from None
+            if not closed.args:
+                raise typer.Exit(128 + signal.SIGPIPE) from None
+            _say_error("output", f"stdout can't be written: {closed}", as_json=False)
         except (typer.Exit, typer.Abort, SystemExit):
             raise
         except Exception as error:
@@ -153,10 +161,13 @@ def reported(command: Callable[P, R]) -> Callable[P, R]:
 
 
 def _say_error(reason: str, message: str, as_json: bool) -> None:
-    if as_json:
-        print_json({"error": {"reason": reason, "message": message}})
-    else:
-        err.print(f"[bold red]error[/] ({reason}): {escape(message)}")
+    try:
+        if as_json:
+            print_json({"error": {"reason": reason, "message": message}})
+            return
+    except OutputClosed:
+        forget_stdout()
+    err.print(f"[bold red]error[/] ({reason}): {escape(message)}")
 
 
 def print_json(value: object) -> None:
@@ -175,6 +186,8 @@ def out_text(text: str) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         raise OutputClosed from None
+    except OSError as error:
+        raise OutputClosed(error) from None
 
 
 def forget_stdout() -> None:

@@ -90,3 +90,12 @@ def test_a_command_whose_reader_has_gone_says_nothing(command: str):
         os.close(writer)
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["config show", "config show --json", "version", "--help", "status -h"])
+def test_a_command_whose_disk_is_full_says_so(command: str):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*_BATON, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.stderr == "error (output): stdout can't be written: [Errno 28] No space left on device\n"
+    assert done.returncode == 1
