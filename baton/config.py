@@ -20,7 +20,7 @@ import yaml
 from msgspec import Meta, Struct
 
 from baton import hosts
-from baton.errors import ConfigError
+from baton.errors import ConfigError, shown
 from baton.hosts import host_of_header, is_loopback
 from baton.messages import MAX_NAME, MAX_TRACE_STEPS, WorkerRole
 from baton.operator_address import Loopback, parse_operator
@@ -36,6 +36,7 @@ GpuPart = Annotated[float, Meta(gt=0, le=1)] | Literal["auto"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*", re.IGNORECASE)
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_MOST_BYTES = 2**63
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
@@ -56,11 +57,11 @@ class Bytes(int):
         if isinstance(value, int) and not isinstance(value, bool):
             size = value
         elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-            size = int(float(match[1]) * _UNITS[(match[2] or "B").lower()])
+            size = int(min(float(match[1]) * _UNITS[(match[2] or "B").lower()], _MOST_BYTES))
         else:
             raise ValueError(f'{value!r} is no size; write bytes, or a number with a unit such as "512MiB"')
-        if size <= 0:
-            raise ValueError(f"a size of {value!r} is not above zero")
+        if not 0 < size < _MOST_BYTES:
+            raise ValueError(f"a size of {shown(repr(value))} is not above zero and below 8 EiB")
         return cls(size)
 
 
@@ -127,8 +128,8 @@ class SpeculativeConfig(_Section, frozen=True):
     """A draft that vLLM runs, by vLLM's names."""
 
     method: str  # one of `DRAFT_METHODS`
-    model: Annotated[str, Meta(min_length=1)]  # directory or hub id
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)]
+    model: str = ""  # directory or hub id; required
 
 
 class ModelConfig(_Section, frozen=True):
@@ -530,6 +531,11 @@ def load(
 
 
 def _converted(tree: dict[str, Any], path: Path | None, further: Iterable[str] = ()) -> Config:
+    match tree:
+        case {"model": {"speculative_config": {"method": str(method)}}}:
+            _check_method(method)  # others have fields of their own
+        case _:
+            pass
     try:
         config = msgspec.convert(tree, Config, dec_hook=decode_size)
     except msgspec.ValidationError as error:
@@ -577,29 +583,39 @@ def parse_override(text: str) -> tuple[str, object]:
     if not equals:
         raise ConfigError(f"{text!r} is no setting; write section.setting=value")
     try:
-        return dotted.strip(), yaml.safe_load(value)
+        return dotted.strip(), _parsed(value)
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of {dotted} is not YAML: {error}") from None
 
 
 class _SingleKeys(yaml.SafeLoader):
-    """Refuses a section or a setting that comes twice. PyYAML would take the last one and say nothing."""
+    """Refuses a section or a setting that comes twice. PyYAML would take the last one and say nothing. What a merge
+    (`<<`) brings is not looked at: it is there to be overridden."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         names = set[str]()
         for key, _ in node.value:
             if str(key.value) in names:
                 raise yaml.YAMLError(f"line {key.start_mark.line + 1}: {key.value} comes twice; write it once")
             names.add(str(key.value))
-        return super().construct_mapping(node, deep)
+        return node
+
+
+def _parsed(text: str | bytes) -> Any:
+    """Return a text as YAML. Raises YAMLError."""
+    try:
+        return _SingleKeys(text).get_single_data()
+    except (RecursionError, ValueError, LookupError, AttributeError) as error:  # a date or a number that is none
+        raise yaml.YAMLError(str(error)) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = _SingleKeys(path.read_bytes()).get_single_data()
+        tree = _parsed(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if tree is None:
         return {}
@@ -697,6 +713,8 @@ def _check_models(config: Config) -> None:
             raise ConfigError(f"{' and '.join(named)}; name one of them")
         if model.speculative_config:
             _check_method(model.speculative_config.method)
+            if not model.speculative_config.model:
+                raise ConfigError("model.speculative_config names no model; name the draft's directory or hub id")
         names = {*model.served_names, *model.lora_modules}
         if clash := names_so_far & names:
             raise ConfigError(

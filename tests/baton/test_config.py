@@ -38,6 +38,13 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     assert config.load(file) == config.Config()
 
 
+def test_what_a_merge_brings_may_be_overridden(tmp_path: Path):
+    file = tmp_path / "baton.yaml"
+    file.write_text("models:\n- model: &c {<<: &b {path: x, dtype: float32}, path: y}\nmodel: {<<: *c, path: z}\n")
+    read = config.load(file)
+    assert [(one.path, one.dtype) for one in read.all_models] == [("z", "float32"), ("y", "float32")]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -49,6 +56,12 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
         ("[" * 5_000, "not YAML"),
         ("router: {}\nmodel: {}\nrouter:\n  grpc_port: 1\n", "is not YAML: line 3: router comes twice"),
         ("router:\n  grpc_port: 1\n  grpc_port: 2\n", "grpc_port comes twice"),
+        ("model:\n  path: 2024-99-01\n", "not YAML: month"),
+        ("model:\n  path: !!int ''\n", "not YAML"),
+        ("model:\n  path: !!timestamp x\n", "not YAML"),
+        (f"router:\n  grpc_port: {'9' * 5_000}\n", "not YAML"),
+        (f"store:\n  host_cache_bytes: {'9' * 400}GiB\n", "below 8 EiB"),
+        (f"store:\n  host_cache_bytes: {'9' * 400}\n", "below 8 EiB"),
         ("cluster:\n  decode: 0\n", ">= 1"),
         ("cluster:\n  name: Bad Name\n", "name"),
         ("cluster:\n  heartbeat_timeout_ms: 10\n", "four heartbeats"),
@@ -76,7 +89,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         config.load(tmp_path / "nowhere.yaml")
 
 
-@pytest.mark.parametrize("text", ["router.grpc_port", "router.grpc_port=["])
+@pytest.mark.parametrize(
+    "text", ["router.grpc_port", "router.grpc_port=[", "model.path=2024-99-01", "model.path=" + "[" * 5_000]
+)
 def test_an_override_that_is_none(text: str) -> None:
     with pytest.raises(ConfigError):
         config.parse_override(text)
