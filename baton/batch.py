@@ -29,6 +29,7 @@ AT_ONCE = 32  # requests of a batch that are under way
 MAX_LINE = 32 * 2**20  # bytes
 _MAX_ID = 512  # characters
 _PREFIX = "batch_req_"
+_BEGINNING = b'{"id":"batch_req_'  # of a result
 _PAUSE = 1.0  # seconds before a refused request is sent again, where its answer names no number of them
 _LEAST_PAUSE, _MOST_PAUSE = 0.1, 60.0
 _OVERRIDES = {"priority": Raw(str(LOWEST_CLASS).encode()), "stream": Raw(b"false")}
@@ -140,7 +141,8 @@ class Results:
         file.seek(0)
         whole = 0
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
+            begun = line.rstrip(b"\0")[: len(_BEGINNING)]  # a power cut leaves zeros
+            if not line.endswith(b"\n") and _BEGINNING.startswith(begun):
                 file.truncate(whole)
                 break
             try:

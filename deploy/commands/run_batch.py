@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from baton import batch
 from baton.batch import Answer, Results
 from baton.client import ClientTls
 from baton.client.connection import ClientConnection
-from baton.errors import InvalidRequest, Unavailable
+from baton.errors import InvalidRequest, Unauthenticated, Unavailable
 from deploy.commands.chat import http_address
 from deploy.commands.terminal import CaFile, HttpUrl, Json, Name, command, err, print_json
 
@@ -70,7 +71,7 @@ class _Sender:
         self._answered = time.monotonic()
 
     async def __call__(self, path: str, body: bytes, name: str) -> Answer:
-        """Raises Unavailable if nothing has answered for long."""
+        """Raises Unavailable if nothing has answered for long, and Unauthenticated without a known key."""
         import aiohttp
 
         session, url = self._connection.http(path)
@@ -85,6 +86,8 @@ class _Sender:
                 await asyncio.sleep(1.0)
                 continue
             self._answered = time.monotonic()
+            if response.status == HTTPStatus.UNAUTHORIZED:
+                raise Unauthenticated("the cluster knows no such API key; set BATON_API_KEY and run the command again")
             return Answer(response.status, {key.lower(): text for key, text in response.headers.items()}, content)
 
 

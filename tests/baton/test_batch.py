@@ -150,6 +150,14 @@ async def test_results_of_another_input_or_another_process_are_left_alone(tmp_pa
     with pytest.raises(InvalidRequest, match="no result"):
         Results(tmp_path / "letter")
     assert (tmp_path / "letter").read_text() == "Dear all\n"
+    for text in ("Dear all", '{"id":"batch_req_1","custom_id":"a"}\nDear all', '{"id": 1}'):
+        (tmp_path / "letter").write_text(text)
+        with pytest.raises(InvalidRequest, match="no result"):
+            Results(tmp_path / "letter")
+        assert (tmp_path / "letter").read_text() == text
+    output.write_bytes(before + bytes(9))
+    Results(output).close()
+    assert output.read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -193,6 +193,25 @@ async def test_a_folder_that_can_not_be_used_is_told_without_a_traceback(
         assert not any(record.exc_info for record in caplog.records)
 
 
+async def test_what_a_power_cut_has_damaged_holds_no_other_batch_up(tmp_path: Path) -> None:
+    """Of one batch there is a mark alone, of the next an empty file, and of the third results that are none."""
+    async with router(tmp_path, workers=0) as running, client(running) as door:
+        damaged = [await started(door, [line("a")]) for _ in range(3)]
+        file = await door.files.create(file=("jä.jsonl", jsonl([line("b")])), purpose="batch")
+        assert file.filename == "jä.jsonl"
+    (tenant,) = (tmp_path / "batches" / "tenants").iterdir()
+    (tenant / "batches" / f"{damaged[0].id}.json").unlink()
+    (tenant / "batches" / f"{damaged[1].id}.json").write_bytes(b"")
+    stored = json.loads((tenant / "batches" / f"{damaged[2].id}.json").read_bytes())
+    (tenant / "files" / stored["output"]).write_bytes(b"broken\n")
+    async with router(tmp_path) as running, client(running) as door:
+        batch = await door.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert (await ended(door, batch)).status == "completed"
+        assert {one.id for one in (await door.batches.list()).data} == {batch.id, damaged[2].id}
+        batch = await ended(door, damaged[2])
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "storage")
+
+
 async def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     async with router(tmp_path, workers=0) as running, client(running) as door, aiohttp.ClientSession() as http:
         url = f"http://{running.addresses.api}/v1"
@@ -255,6 +274,16 @@ async def test_run_batch_goes_on_and_each_line_has_a_result(tmp_path: Path) -> N
             assert results[f"id-{number}"]["response"]["body"]["choices"][0]["text"] == text_of(seed=number)
         assert results["long"]["response"]["status_code"] == 400
         assert "line 32" in results[None]["error"]["message"]
+
+
+async def test_run_batch_without_a_key_ends_and_no_line_has_a_result(tmp_path: Path) -> None:
+    api_keys.add(tmp_path / "api-keys.json", Identity(name="ann", tenant="a"), "now")
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(jsonl([line("a"), line("b")]))
+    async with router(tmp_path, workers=0) as running:
+        arguments = ["run-batch", "-i", str(source), "-o", str(output), "--url", running.addresses.api]
+        done = await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    assert (done.exit_code, "set BATON_API_KEY" in done.stderr, output.read_bytes()) == (1, True, b"")
 
 
 async def test_the_example_runs(tmp_path: Path) -> None:

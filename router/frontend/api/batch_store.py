@@ -20,7 +20,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from email.parser import BytesHeaderParser
+from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -123,12 +123,14 @@ class BatchStore:
         return self._named(hashlib.sha256(tenant.encode()).hexdigest()[:32])
 
     def active(self) -> list[tuple[TenantBatches, str]]:
-        """Return the batches that have not ended, the oldest first, each with its tenant."""
+        """Return the batches that have not ended, the oldest first, each with its tenant. One whose file was never
+        written is none: its client was told so."""
         try:
             names = sorted(os.scandir(self._active), key=lambda entry: entry.stat().st_mtime)
         except FileNotFoundError:
             return []
-        return [(self._named(tenant), batch) for tenant, _, batch in (entry.name.partition(".") for entry in names)]
+        batches = [(self._named(tenant), batch) for tenant, _, batch in (entry.name.partition(".") for entry in names)]
+        return [(tenant, batch) for tenant, batch in batches if tenant.has(batch)]
 
     def _named(self, name: str) -> TenantBatches:
         return TenantBatches(self._folder / "tenants" / name, self._active, self.max_bytes)
@@ -237,6 +239,13 @@ class TenantBatches:
         self.save(StoredBatch(key, _new_id("file-"), _new_id("file-"), batch))
         return batch
 
+    def has(self, batch_id: str) -> bool:
+        return (self._batches / f"{batch_id}.json").exists()
+
+    def forget(self, batch_id: str) -> None:
+        """Let no router execute a batch any more."""
+        self._marker(batch_id).unlink(missing_ok=True)
+
     def stored(self, batch_id: str) -> StoredBatch:
         """Return a batch as it is stored. Raises BatchNotFound."""
         return self._read(self._batches, batch_id, StoredBatch)
@@ -292,7 +301,7 @@ class TenantBatches:
         batch.status = status
         setattr(batch, f"{status}_at", now)
         self.save(stored)
-        self._marker(batch.id).unlink(missing_ok=True)
+        self.forget(batch.id)
 
     # --- the disk ----------------------------------------------------------------------------------------------------
 
@@ -303,7 +312,7 @@ class TenantBatches:
         if _ID.fullmatch(name):
             try:
                 return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=kind)
-            except FileNotFoundError:
+            except (FileNotFoundError, msgspec.MsgspecError):  # such as one that a power cut has emptied
                 pass
         raise BatchNotFound(f"there is no {'file' if kind is File else 'batch'} {shown(repr(name))}")
 
@@ -312,7 +321,7 @@ class TenantBatches:
         for path in folder.glob("*.json"):
             try:
                 entries.append(msgspec.json.decode(path.read_bytes(), type=kind))
-            except FileNotFoundError:  # removed meanwhile
+            except (FileNotFoundError, msgspec.MsgspecError):  # removed meanwhile, or emptied by a power cut
                 continue
         return sorted(entries, key=at, reverse=True)
 
@@ -334,7 +343,7 @@ def _parts(data: mmap.mmap, boundary: bytes) -> Iterator[tuple[str, str, int, in
         head_end, end = data.find(b"\r\n\r\n", at), data.find(b"\r\n" + mark, at)
         if not 0 <= head_end < end or head_end - at > _PART_HEAD:
             raise InvalidRequest("the body is no whole form; send multipart/form-data")
-        head: Any = BytesHeaderParser().parsebytes(data[at + len(mark) + 2 : head_end + 2])
+        head: Any = HeaderParser().parsestr(data[at + len(mark) + 2 : head_end + 2].decode(errors="replace"))
         name = head.get_param("name", "", header="content-disposition")
         filename = head.get_filename("")
         yield str(name), Path(str(filename)).name, head_end + 4, end

@@ -27,6 +27,7 @@ from baton.api_keys import ANONYMOUS, Identity
 from baton.batch import Answer
 from baton.errors import (
     BatchConflict,
+    BatchNotFound,
     BatonError,
     BodyTimeout,
     InvalidRequest,
@@ -221,6 +222,15 @@ class BatchRoutes:
         except BatchConflict:
             await asyncio.sleep(_LOOK)  # of this tenant nothing else is executed here meanwhile
             return
+        except BatchNotFound as error:
+            log.warning("batch %s is lost: %s", batch_id, error)
+            await asyncio.to_thread(tenant.forget, batch_id)
+            return
+        except InvalidRequest as error:
+            log.warning("batch %s has failed: %s", batch_id, error)
+            stored.batch.errors = BatchErrors([BatchError("storage", "its results are damaged; make the batch again")])
+            await asyncio.to_thread(tenant.end, stored, "failed")
+            return
         except (BatonError, OSError) as error:
             log.warning("batch %s can't be executed: %s", batch_id, error)
             await asyncio.sleep(_LOOK)
@@ -240,7 +250,12 @@ class BatchRoutes:
             raise
         stored.batch.request_counts.completed, stored.batch.request_counts.failed = results.completed, results.failed
         results.close()
-        await asyncio.to_thread(tenant.end, stored, status)
+        try:
+            await asyncio.to_thread(tenant.end, stored, status)
+        except OSError as error:  # such as a full disk: then it is executed again, which adds what is missing
+            _client_log.warning("how batch %s has ended can't be written: %s", batch_id, error)
+            await asyncio.sleep(_LOOK)
+            return
         log.info("batch %s is %s: %d lines, %d failed", batch_id, status, results.completed, results.failed)
 
     async def _served(
