@@ -488,6 +488,7 @@ async def test_an_error_names_the_field_that_the_client_sent(tmp_path: Path) -> 
             ("responses", response | {"max_output_tokens": 0}, "max_output_tokens"),
             ("responses", response | {"text": {"format": schema}}, "text.format"),
             ("messages", chat | {"max_tokens": 4, "stop_sequences": [""]}, "stop_sequences"),
+            ("messages", chat | {"max_tokens": 4, "tools": [{"name": "f", "input_schema": {}}] * 2}, "tools[1].name"),
             ("messages", chat | {"max_tokens": 4, "output_config": {"format": schema}}, "output_config.format"),
         ):
             status, answer, _ = await client.post(f"/v1/{path}", body)

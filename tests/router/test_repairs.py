@@ -259,6 +259,32 @@ async def test_a_turn_that_is_a_prefix_is_continued(tmp_path: Path, monkeypatch:
         assert (status, "messages[-1].prefix" in answer["error"]["message"]) == (400, True)
 
 
+async def test_a_last_turn_of_the_model_is_continued_if_it_has_text_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    text = {"type": "text", "text": "Yes?"}
+    async with front(tmp_path, monkeypatch) as it:
+        for content, end in (
+            ("Yes?", "<assistant>Yes?"),
+            ([text], "<assistant>Yes?"),
+            ("", "<assistant>"),
+            ([], "<assistant>"),
+            ([{"type": "redacted_thinking", "data": "x"}], "<assistant>"),
+            ([{"type": "thinking", "thinking": "x"}], "<assistant><assistant>"),
+            ([call], "<assistant><call>{}<assistant>"),
+            ([text, call], "<assistant>Yes?<call>{}<assistant>"),
+        ):
+            body = {"messages": [USER, {"role": "assistant", "content": content, "id": "x"}]}
+            assert await it.prompt("messages", body) == (f"<user>Hi{end}", "")
+
+
+async def test_a_template_gets_the_messages_that_were_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with front(tmp_path, monkeypatch) as it:
+        body = {"messages": [USER], "chat_template_kwargs": {"messages": [5]}}
+        assert await it.prompt("chat/completions", body) == ("<user>Hi<assistant>", "")
+
+
 async def test_a_tools_result_that_is_an_error_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with front(tmp_path, monkeypatch) as it:
         for failed, content, text in (

@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 from baton.errors import BatonError, ContextTooLong, shown
 from router.frontend.api import errors
 from router.frontend.api.openai_chat import ChatCompletionRequest
+from router.frontend.api.prompts import text_of
 from router.frontend.api.protocol import refuse_fields, unsupported
 from router.frontend.api.response_builder import Choice, Count, NotCachedTokens, ResponseBuilder, ResponseOptions
 from router.frontend.api.token_logprobs import Json
@@ -68,7 +69,10 @@ def chat_of_messages(request: CountTokensRequest, repairs: Repairs) -> ChatCompl
     called: dict[str, str] = {}
     for number, message in enumerate(request.messages):
         messages += _messages(f"messages[{number}]", message, messages, called, repairs)
-    continued = bool(request.messages) and request.messages[-1].get("role") == "assistant"
+    last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    continued = last is not None and "tool_calls" not in last and bool(text_of(last).strip())
+    if last is not None and not (continued or "tool_calls" in last or "reasoning_content" in last):
+        messages.pop()  # an empty last turn is allowed, and says nothing
     choice, parallel = _choice(request.tool_choice)
     shows, variables = _thinking(request.thinking)
     return ChatCompletionRequest(
@@ -159,6 +163,7 @@ def _told(content: str | list[Json]) -> str | list[Json]:
 
 def _tools(tools: Sequence[Json], repairs: Repairs) -> Iterator[Json]:
     """The tools as chats have them, without those that Anthropic runs or that only its models know."""
+    names = set[str]()
     for number, tool in enumerate(tools):
         at, kind = f"tools[{number}]", tool.get("type")
         if is_left_out(kind, repairs):
@@ -168,6 +173,9 @@ def _tools(tools: Sequence[Json], repairs: Repairs) -> Iterator[Json]:
         if not isinstance(tool.get("input_schema"), dict):
             raise wrong(f"{at}.input_schema", f"it is {shown(repr(tool.get('input_schema')))}; send a JSON schema")
         function = checked_function(at, tool, schema="input_schema")
+        if function["name"] in names:
+            raise wrong(f"{at}.name", f"it is {function['name']!r} again; each tool needs a name of its own")
+        names.add(function["name"])
         yield {"type": "function", "function": function | {"strict": tool.get("strict")}}
 
 

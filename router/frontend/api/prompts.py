@@ -124,11 +124,11 @@ class PromptBuilder:
             raise InvalidRequest(f"{name} and add_generation_prompt are both true; choose one", "add_generation_prompt")
         variables: dict[str, Any] = {
             **(template.special_tokens if template else {}),
-            "messages": messages,
             "tools": fields.tools or None,
             "documents": getattr(fields, "documents", None),
             "add_generation_prompt": generation,
             **(fields.chat_template_kwargs or {}),
+            "messages": messages,
         }
         if effort := getattr(fields, "reasoning_effort", None):
             variables.setdefault("reasoning_effort", effort)
