@@ -21,6 +21,7 @@ from deploy.commands.terminal import size as shown
 from deploy.control_plane.preflight import runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
+from engine.models.config_file import ConfigFile
 from engine.vllm_runner.layers import of_config, of_groups, of_stages
 from engine.vllm_runner.pages import FP8, STATES_ON_CPU, has_states, largest_page
 from engine.vllm_runner.requirements import STAGED_GROUPS, page_size_lack
@@ -255,7 +256,7 @@ def compute_pages(config: Config, path: Path, context: int, concurrency: int, ro
     memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, ranks)
     pages = max(0, memory.free - (decode.total - decode.pages)) // layout.page_bytes
     alone = max(pages - groups.count * seen, pages // (1 + groups.count))
-    limit = text.get("max_position_embeddings") or alone * page_size
+    limit = ConfigFile(text).count("max_position_embeddings", max(1, alone * page_size))
     snapshot = layout.page_bytes * (groups.count + (layout.form == STATES)) * groups.states
     return Sizes(
         None, whole.dtype, layout.dtype, "cpu" if on_cpu else "cuda", True, ranks, context, concurrency,

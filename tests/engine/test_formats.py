@@ -180,6 +180,7 @@ def no_number(tensor: torch.Tensor) -> torch.Tensor:
         ("fp8-blocks", "weight_scale_inv", no_number, "no finite"),
         ("mxfp4", "weight_scale", lambda scale: scale * 0 + 255, "no finite"),
         ("nvfp4", "weight_global_scale", lambda whole: whole * 0, "no finite"),
+        ("nvfp4", "weight_global_scale", lambda whole: whole * float("inf"), "no finite"),
         ("gptq", "scales", no_number, "no finite"),
         ("awq", "scales", no_number, "no finite"),
     ],

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from baton.checkpoint_files import read_config, read_optional, text_settings
+from baton.config import load
 from baton.errors import BatonError, CorruptWeights, ModelError
+from deploy.commands.size import compute_pages
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.models.config import parse_spec
 from engine.vllm_runner import VLLM_VERSION, pages, requirements
@@ -48,11 +50,12 @@ def variants(config: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_value_is_an_internal_error(tmp_path: Path, name: str):
-    vllm = Installation(VLLM_VERSION, None)
+    vllm, config = Installation(VLLM_VERSION, None), load(None, {"model.device": "cpu"})
     readers: list[Callable[[Any], Any]] = [
         parse_spec,
         lambda raw: requirements.problem(vllm, raw, 16, "cpu", 2),
         lambda raw: pages.largest_page(text_settings(raw), "auto", 16, "auto"),
+        lambda raw: compute_pages(config, tmp_path, 16, 1, 2**33),
     ]
     for path, changed in variants(CONFIGS[name]):
         (tmp_path / "config.json").write_text(json.dumps(changed))

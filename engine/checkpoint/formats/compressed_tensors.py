@@ -149,7 +149,7 @@ class CompressedTensors:
             codes = _E2M1.to(packed.device)[unpacked(packed, 4, 1, (0, 1)).int()][:, :columns]
             if f"{name}.weight_global_scale" in tensors:
                 whole = part("weight_global_scale", torch.float32)
-                checked_scale(f"{name}.weight_global_scale", 1 / whole)
+                checked_scale(f"{name}.weight_global_scale", whole / whole)  # NaN for zero and infinity, too
                 scale = part("weight_scale", torch.float8_e4m3fn).float() / whole
             else:
                 exponent = part("weight_scale", torch.uint8).double()
