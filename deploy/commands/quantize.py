@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from baton.checkpoints import hub
+from baton.errors import InvalidRequest
 from deploy.commands.terminal import command, err, out
 
 
@@ -44,6 +45,8 @@ def quantize(
     The result is in compressed-tensors' form, which vLLM reads, too. Each number is rounded to the nearest, and a
     group has the scale that loses least of those tried.
     """
+    from safetensors import SafetensorError
+
     from engine.models.quantize import LayerError, quantize  # imports torch
 
     def say(error: LayerError) -> None:
@@ -51,5 +54,8 @@ def quantize(
         out.print(f"{place}: error {error.mean:.2%}, at most {error.worst:.2%} ({error.worst_name})")
 
     source = hub.resolve(model, say=err.print)
-    quantize(source, output, int(form.removeprefix("int")), int(group), head, say)
+    try:
+        quantize(source, output, int(form.removeprefix("int")), int(group), head, say)
+    except (OSError, SafetensorError) as error:
+        raise InvalidRequest(f"{source} can't be read, or {output} written: {error}") from None
     err.print(f"{output} has the checkpoint: baton up --model {output}")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from baton.errors import CorruptWeights
 from engine.checkpoint.formats.affine_groups import AffineGroups
 
 _TRIED = {4: [1.06 - 0.04 * step for step in range(13)], 8: [1.0, 0.98, 0.95]}
@@ -24,10 +25,10 @@ class Rounded(NamedTuple):
     error: float
 
 
-def rounded(weight: torch.Tensor, bits: int, group: int) -> Rounded:
+def rounded(weight: torch.Tensor, bits: int, group: int, name: str = "a matrix") -> Rounded:
     """Round a matrix as `grouped` does, and say what was lost."""
     rows = max(1, _ELEMENTS // weight.shape[1])
-    groups = grouped(weight, bits, group)
+    groups = grouped(weight, bits, group, name)
     lost = sum(
         float((groups[i : i + rows].dense() - weight[i : i + rows].float()).square().sum())
         for i in range(0, len(weight), rows)
@@ -36,12 +37,14 @@ def rounded(weight: torch.Tensor, bits: int, group: int) -> Rounded:
     return Rounded(groups, (lost / whole) ** 0.5 if whole else 0.0)
 
 
-def grouped(weight: torch.Tensor, bits: int, group: int) -> AffineGroups:
+def grouped(weight: torch.Tensor, bits: int, group: int, name: str = "a matrix") -> AffineGroups:
     """Round a matrix [out, in]. Scales are of its dtype; `in` is a multiple of `group`. Of one on the device "meta"
-    return the shape."""
+    return the shape. Raises CorruptWeights, with the matrix's name."""
     if weight.is_meta:
         scale = torch.empty((len(weight), weight.shape[1] // group), device="meta")
         return AffineGroups(torch.empty_like(weight, dtype=torch.int8), scale, None, bits)
+    if not bool(weight.isfinite().all()):
+        raise CorruptWeights(f"{name} has numbers that are not finite; fetch the checkpoint again")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two share an operation in 0.6 of its time, and beside other work in 10 to 25 times
     try:

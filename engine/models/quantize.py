@@ -123,7 +123,7 @@ class _Writing:
             self.tensors[f"{name}.weight"] = weight.clone()
             self.plain.append(name)
             return 0.0
-        result = rounding.rounded(weight, bits, self._group)
+        result = rounding.rounded(weight, bits, self._group, name)
         self.tensors |= rounding.stored(name, result.groups, weight.dtype)
         return result.error
 

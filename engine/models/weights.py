@@ -416,7 +416,7 @@ class _Assembly:
         if self._maker.bits and not isinstance(weight, AffineGroups) and matrix.name != _HEAD:
             weight = as_published(self._spec, weight)
             if matrix.in_size % rounding.GROUP == 0:
-                weight = rounding.grouped(weight, self._maker.bits, rounding.GROUP)
+                weight = rounding.grouped(weight, self._maker.bits, rounding.GROUP, matrix.name)
         if not isinstance(weight, AffineGroups):
             return Dense(self._moved(weight), bias)
         if self._maker.keeps(weight, self._dtype):

@@ -1,14 +1,17 @@
 """Rounding a checkpoint to 8 and 4 bits: what is written, what is lost, and that it is what is computed with."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
-from baton.errors import InvalidRequest
+from baton.errors import CorruptWeights, InvalidRequest
+from deploy.cli import app
 from engine.checkpoint import rounding
 from engine.engine import Engine
 from engine.models.config import load_spec
@@ -100,6 +103,24 @@ def test_an_empty_group_is_zero():
     weight = torch.zeros(4, 64)
     weight[0] = 1
     assert torch.equal(rounding.rounded(weight, 4, 32).groups.dense()[1:], weight[1:])
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_named(number: float, model: Path, tmp_path: Path):
+    broken = shutil.copytree(model, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = number
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(CorruptWeights, match=r"layers\.1\.mlp\.up_proj has numbers that are not finite"):
+        quantize(broken, tmp_path / "out", 8, 32, False, lambda _: None)
+    with pytest.raises(CorruptWeights, match=r"up_proj has numbers that are not finite"):
+        Engine.load(broken, "float32", "cpu", 9, 16, True, threads=1, quantization="int8")
+
+
+def test_an_output_that_can_not_be_written_is_named(model: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("x")
+    result = CliRunner().invoke(app, ["quantize", str(model), "-o", str(tmp_path / "file" / "out")])
+    assert (result.exit_code, "(invalid_request)" in result.stderr, "File exists" in result.stderr) == (1, True, True)
 
 
 def test_a_directory_that_is_there_is_left_alone(model: Path, tmp_path: Path):
