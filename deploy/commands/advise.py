@@ -40,7 +40,7 @@ def advise(
     output: Annotated[str, typer.Option(help="Output tokens, in the same notation.")] = "200",
     plot: Annotated[str, typer.Option(metavar="FILE.svg", help="Also write the plot to a file.")] = "",
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one per core, at most 3.")] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same advice.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same advice.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Simulate a load and compare splits: workers of each role, goodput, and the rate at which each breaks."""

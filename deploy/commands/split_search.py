@@ -112,7 +112,7 @@ class AdviceResult:
 def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
     """Search the best cluster and report every simulation to `say`. Raises InvalidRequest and ConfigError."""
     objectives = question.objectives
-    if min(objectives.ttft, objectives.tpot) <= 0 or not 0 < objectives.attainment <= 1:
+    if not (objectives.ttft > 0 and objectives.tpot > 0 and 0 < objectives.attainment <= 1):  # NaN compares false
         raise InvalidRequest("objectives must be more than 0 seconds, and --attainment more than 0 and at most 1")
     model = timing.read(question.model)
     workers, rest = divmod(question.gpus, model.gpus)
@@ -196,7 +196,7 @@ def _load(question: Question) -> list[Arrival]:
     wishes = Wishes()
     if question.trace is not None:
         return list(trace(mooncake.read(question.trace, question.requests), 1.0, wishes, question.seed))
-    if question.rate <= 0:
+    if not question.rate > 0:
         raise InvalidRequest(f"--poisson {question.rate:g} is no rate; it must be more than 0 requests a second")
     load = Random(question.rate, Lengths.parse(question.prompt), Lengths.parse(question.output))
     return list(load.arrivals(question.requests, wishes, question.seed))

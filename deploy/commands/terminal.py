@@ -66,8 +66,8 @@ class _Err(Console):
         self.quiet = True
 
 
-out = _Out(highlight=False, soft_wrap=True)
-err = _Err(stderr=True, highlight=False, soft_wrap=True)
+out = _Out(highlight=False, soft_wrap=True, emoji=False)  # else "host:on:1" would show a picture
+err = _Err(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.", metavar="NAME")]
 Operator = Annotated[

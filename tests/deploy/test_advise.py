@@ -144,6 +144,8 @@ def test_a_person_reads_a_table_a_plot_and_a_sentence(model: Path, tmp_path: Pat
         (["--attainment", 1.5], "at most 1"),
         (["--prompt", "many"], "'many' is no length"),
         (["--poisson", 0], "more than 0"),
+        (["--poisson", "nan"], "more than 0"),
+        (["--slo-ttft", "nan"], "more than 0"),
         (["--plot", "/no/such/folder/plot.svg"], "there is no folder /no/such/folder"),
         (["--slo-tpot", 0.005], "only 0% of these requests would meet both objectives"),
     ],

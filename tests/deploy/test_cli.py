@@ -76,6 +76,7 @@ def test_a_person_reads_the_same_error_on_stderr():
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "error (model_not_found): /no/such/model is not a directory" in result.stderr
+    assert "error (config): 'a:on:b' is no setting" in call("config", "show", "--set", "a:on:b").stderr
 
 
 @pytest.mark.parametrize(
