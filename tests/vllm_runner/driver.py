@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from msgspec import structs
 
+from baton.config import Config
+from deploy.local import LocalCluster
 from engine.runner import StepResults
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import RunningStep, VllmRunner
-from kvstore.client.transfer import CopiedIn, CopiedOut
-from tests.support import checkpoints
+from kvstore.arena.memory import Arena
+from kvstore.checksum import page_checksum
+from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
+from tests.support import checkpoints, workload
 
 PAGE, PAGES, ROWS, TOKENS = 32, 64, 16, 256
 GREEDY = TokenDraw(temperature=0.0)
+Loaded = Callable[..., VllmRunner]
 
 
 def load(
@@ -27,6 +35,20 @@ def load(
     """The model of a checkpoint, eager unless the options say otherwise."""
     options = {"eager": True, "max_tokens": TOKENS, "threads": 1} | options
     return VllmRunner.load(path, dtype, pages, page_size, max_rows=rows, ranks=ranks, **options)
+
+
+def kept(load: Loaded) -> Iterator[Loaded]:
+    """The body of a fixture: the model of some arguments is loaded once, and closed at the end."""
+    with ExitStack() as stack:
+        yield cache(lambda *arguments, **more: stack.enter_context(closing(load(*arguments, **more))))
+
+
+def arena_of(model: VllmRunner) -> Iterator[Arena]:
+    """The body of a fixture: 32 slots for pages of that model."""
+    memory = Arena.create(32 * model.layout.page_bytes)
+    memory.divide(model.layout.page_bytes)
+    with closing(memory):
+        yield memory
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -70,6 +92,10 @@ class Generation:
         self.drawn: list[Sampled] = []
         self.misled = 0  # steps that had gone on from another token than the one that was drawn
 
+    @property
+    def output(self) -> list[int]:
+        return [sampled.token for sampled in self.drawn]
+
     def chunk(self, size: int = TOKENS) -> Chunk:
         tokens = self.tokens[self.computed : self.computed + size]
         end = self.computed + len(tokens)
@@ -93,6 +119,11 @@ class Generation:
         if sampled is not None:
             self.drawn.append(sampled)
             self.tokens.append(sampled.token)
+
+
+def members(lengths: Sequence[int], page_size: int = PAGE) -> list[Generation]:
+    """Sequences of prompts with these lengths, each with eight pages."""
+    return [Generation(prompt_of(n, n), range(8 * i, 8 * i + 8), page_size=page_size) for i, n in enumerate(lengths)]
 
 
 def run(runner: VllmRunner, sequences: Sequence[Generation], count: int, seed: int = 0) -> None:
@@ -142,6 +173,10 @@ def likely(
     assert likeliest >= share * total
 
 
+def texts(sequences: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
+    return [(one.tokens[: -len(one.drawn)], one.output) for one in sequences]
+
+
 def agree(one: Generation, expected: Sequence[int], gaps: Sequence[float]) -> None:
     """Compare tokens up to the first tie of the reference. Where it ties at once, nothing would be compared."""
     assert gaps[0] > 1e-3
@@ -149,3 +184,58 @@ def agree(one: Generation, expected: Sequence[int], gaps: Sequence[float]) -> No
         if sampled.token != right:
             assert gap < 1e-3
             break
+
+
+def exact(
+    model: VllmRunner, path: Path, lengths: Sequence[int] = (70, 33, 5), count: int = 20, page_size: int = PAGE
+) -> None:
+    """Compare mixed batches of chunks with transformers."""
+    reference, sequences = checkpoints.reference(path), members(lengths, page_size)
+    run(model, sequences, count)
+    for length, one in zip(lengths, sequences, strict=True):
+        agree(one, *reference.generate(prompt_of(length, length), count))
+
+
+def hand_over(prefill: VllmRunner, decode: VllmRunner, arena: Arena, path: Path, page_size: int = PAGE) -> None:
+    """Pages that one model has copied out go on at another one, whose pages held NaN before."""
+    assert prefill.layout == decode.layout
+    out, into = prefill.mover(verify=True), decode.mover(verify=True)
+    out.attach(arena)
+    into.attach(arena)
+    prompt, heads = prompt_of(3 * page_size + 7, 3), decode.layout.num_kv_heads
+    step(prefill, Chunk(prompt[: 2 * page_size + 3], 0, [9, 3, 4]))
+    step(prefill, Chunk(prompt[2 * page_size + 3 : 3 * page_size], 2 * page_size + 3, [9, 3, 4]))
+    copied = out.start([CopyOut(1, i, page, 10 + i) for i, page in enumerate([9, 3, 4])]).wait()
+    assert untimed(copied) == CopiedOut(1, 0, tuple(page_checksum(arena.slot(slot), heads) for slot in (10, 11, 12)))
+    torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
+    nan = page_checksum(arena.slot(0), heads)
+    into.start([CopyIn(2, i, 0, page, nan) for i, page in enumerate(range(20, 28))]).wait()
+    copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
+    assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 1, 2), ())
+    one = Generation(prompt, range(20, 28), page_size=page_size)
+    one.chunk(3 * page_size)  # takes the pages
+    one.computed = 3 * page_size
+    run(decode, [one], 20)
+    agree(one, *checkpoints.reference(path).generate(prompt, 20))
+    arena.slot(11)[-5] ^= 1  # the last rank's
+    assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 2), (1,))
+
+
+def settings(path: Path, prefill: int = 1, decode: int = 1, page_size: int = PAGE, **more: object) -> Config:
+    """A cluster over vLLM, whose processes take their time to start."""
+    own = {
+        "model.engine": "vllm",
+        "pages.page_size": page_size,
+        "router.disaggregation": "always" if prefill else "auto",
+        "router.queue_timeout_ms": 300_000,
+        "router.attempt_timeout_ms": 300_000,
+    }
+    return workload.settings(path, prefill, decode, **(own | more))
+
+
+def at_once(config: Config, path: Path, folder: Path, prompts: Sequence[list[int]]) -> None:
+    """A cluster has the reference's tokens for prompts that come at once, and prefill workers have worked."""
+    with LocalCluster(config, folder, patience=200.0) as running:
+        answers = workload.ask_all(running.address, prompts)
+        workload.compare(path, prompts, answers, workload.references(path, prompts))
+        assert not config.cluster.prefill or any(answer.work.pages_fetched for answer in answers)

@@ -9,7 +9,7 @@ import signal
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from tests.support import adapters, checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
-from tests.vllm_runner.driver import GREEDY, Generation, agree, load, prompt_of, run, run_ahead
+from tests.vllm_runner.driver import GREEDY, Generation, agree, kept, load, prompt_of, run, run_ahead
 from tests.vllm_runner.test_cluster import SETTINGS
 
 COUNT = 20
@@ -52,16 +52,7 @@ def modules(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(scope="module")
 def runner(model: Path, modules: dict[str, str]) -> Iterator[Callable[[int], VllmRunner]]:
     """`runner(ranks)`: the model with its adapters on so many ranks."""
-    runners: list[VllmRunner] = []
-
-    @cache
-    def loaded(ranks: int) -> VllmRunner:
-        runners.append(load(model, ranks=ranks, lora_modules=modules, max_lora_rank=8))
-        return runners[-1]
-
-    yield loaded
-    for one in runners:
-        one.close()
+    yield from kept(lambda ranks: load(model, ranks=ranks, lora_modules=modules, max_lora_rank=8))
 
 
 @pytest.mark.technique("Many adapters in one batch")
@@ -76,7 +67,7 @@ def test_rows_of_one_batch_have_their_own_adapters(
     for number, (name, digest) in enumerate(digests.items()):
         sequences[name] = Generation(prompt, range(8 * number, 8 * number + 8), GREEDY, digest)
     assert run_ahead(runner(ranks), list(sequences.values()), COUNT) > 0
-    texts = {name: [one.token for one in sequence.drawn] for name, sequence in sequences.items()}
+    texts = {name: sequence.output for name, sequence in sequences.items()}
     assert texts[""] == checkpoints.reference(model).generate(prompt, COUNT)[0]
     for name, path in modules.items():
         assert texts[name] == adapters.merged(model, Path(path)).generate(prompt, COUNT)[0]
@@ -98,7 +89,7 @@ def test_adapters_of_each_family(name: str, ranks: int, tmp_path: Path):
     runner.close()
     for reference, one in ((checkpoints.reference(model), plain), (adapters.merged(model, path), adapted)):
         agree(one, *reference.generate(prompt, COUNT))
-    assert [one.token for one in plain.drawn] != [one.token for one in adapted.drawn]
+    assert plain.output != adapted.output
 
 
 def test_an_unknown_adapter_is_refused_and_touches_nothing(model: Path, runner: Callable[[int], VllmRunner]):
@@ -107,7 +98,7 @@ def test_an_unknown_adapter_is_refused_and_touches_nothing(model: Path, runner: 
     with pytest.raises(ValueError, match="adapter"):
         runner(1).launch([Generation(prompt_of(9, 3), range(20, 22), GREEDY, "0" * 32).chunk()])
     run(runner(1), [one], 8)
-    assert [each.token for each in one.drawn] == checkpoints.reference(model).generate(prompt_of(40, 2), 8)[0]
+    assert one.output == checkpoints.reference(model).generate(prompt_of(40, 2), 8)[0]
 
 
 # --- whole clusters ---
@@ -145,13 +136,9 @@ def ask(address: str, prompt: AdapterPrompt) -> list[int]:
 
 @pytest.mark.parametrize(("makers", "takers"), [(1, 1), (1, 2), (2, 1)])
 def test_a_prompt_has_other_pages_with_each_adapter(
-    makers: int,
-    takers: int,
-    model: Path,
-    modules: dict[str, str],
-    expected: dict[AdapterPrompt, list[int]],
+    makers: int, takers: int, model: Path, modules: dict[str, str], expected: dict[AdapterPrompt, list[int]],
     tmp_path: Path,
-):
+):  # fmt: skip
     """Each prompt comes with each adapter and with none, all at once and then again, when it is cached. A page of
     another adapter would change tokens. The two workers have so many ranks."""
     ranks: dict[str, int | str] = {"prefill.tensor_parallel_size": makers, "decode.tensor_parallel_size": takers}
@@ -216,7 +203,7 @@ def test_a_preempted_sequence_keeps_its_adapter(ranks: int, model: Path, modules
 def greedy(runner: VllmRunner, prompt: list[int], digest: str, pages: range) -> list[int]:
     one = Generation(prompt, pages, GREEDY, digest)
     run(runner, [one], COUNT)
-    return [each.token for each in one.drawn]
+    return one.output
 
 
 @pytest.mark.technique("Adapters at run time")
@@ -226,8 +213,7 @@ def test_adapters_come_and_go_between_steps(model: Path, modules: dict[str, str]
     shutil.copytree(modules["first"], folder)
     prompt = prompt_of(45, 1)
     plain = checkpoints.reference(model).generate(prompt, COUNT)[0]
-    runner = load(model, max_loras=2, max_lora_rank=8)
-    try:
+    with closing(load(model, max_loras=2, max_lora_rank=8)) as runner:
         under_way = Generation(prompt, range(8))
         run(runner, [under_way], 5)
         first = runner.add_adapter("changing", str(folder))
@@ -250,9 +236,7 @@ def test_adapters_come_and_go_between_steps(model: Path, modules: dict[str, str]
         second_text = adapters.merged(model, Path(modules["second"])).generate(prompt, COUNT)[0]
         assert greedy(runner, prompt, second.digest, range(16, 24)) == second_text
         run(runner, [under_way], COUNT)
-        assert [one.token for one in under_way.drawn] == plain
-    finally:
-        runner.close()
+        assert under_way.output == plain
 
 
 @pytest.mark.technique("Adapters at run time")

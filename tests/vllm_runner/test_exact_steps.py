@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,9 +46,8 @@ def wide(folder: Path) -> Path:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
 def runner(path: Path, request: pytest.FixtureRequest) -> Iterator[VllmRunner]:
-    result = load(path, "bfloat16", threads=2, eager=request.param)
-    yield result
-    result.close()
+    with closing(load(path, "bfloat16", threads=2, eager=request.param)) as result:
+        yield result
 
 
 def serve(runner: VllmRunner, ends: list[int], companions: int, seed: int) -> Bits:
@@ -96,8 +96,5 @@ def test_bits_depend_on_no_companions_and_no_borders(runner: VllmRunner) -> None
 
 @pytest.mark.parametrize("runner", [True], ids=["eager"], indirect=True)
 def test_bits_do_not_depend_on_threads(path: Path, runner: VllmRunner) -> None:
-    other = load(path, "bfloat16", threads=1)
-    try:
+    with closing(load(path, "bfloat16", threads=1)) as other:
         assert serve(other, ends_of((45, 100), 3), 2, 3) == serve(runner, ends_of((45, 100), 4), 0, 4)
-    finally:
-        other.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from engine.models.config import load_spec
 from engine.models.quantize import quantize
 from engine.models.weights import matrices
 from tests.support import adapters, checkpoints, quantized_checkpoints
-from tests.vllm_runner.driver import GREEDY, Generation, load, prompt_of, run
+from tests.vllm_runner.driver import GREEDY, Generation, likely, load, members, prompt_of, run, texts
 
 DTYPES = {"int8": "float32", "fp8": "float32", "gptq": "float16", "awq": "float16"}
 """What each format is computed in. vLLM takes GPTQ and AWQ in 16 bits only."""
@@ -29,17 +29,7 @@ fewest that were the likeliest were 43 of 48."""
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "initializer_range": 0.1}
 
 
-def compare(reference: checkpoints.Reference, sequences: Sequence[Generation]) -> None:
-    """Each token is the likeliest, but for near ties."""
-    likeliest = 0
-    for one in sequences:
-        drawn = [sampled.token for sampled in one.drawn]
-        logits = reference.logits(one.tokens)[-COUNT - 1 : -1]
-        lost = logits.amax(dim=-1) - logits[range(COUNT), drawn]
-        assert lost.max() < NEAR
-        likeliest += int((lost == 0).sum())
-        assert len(set(drawn)) > COUNT // 2
-    assert likeliest >= LIKELIEST * COUNT * len(sequences)
+compare = partial(likely, near=NEAR, share=LIKELIEST)
 
 
 @pytest.mark.technique("Quantized weights")
@@ -47,10 +37,10 @@ def compare(reference: checkpoints.Reference, sequences: Sequence[Generation]) -
 def test_tokens_are_the_likeliest_of_the_numbers_that_are_meant(name: str, tmp_path: Path):
     path = quantized_checkpoints.make(name, tmp_path, **SIZES)
     runner = load(path, DTYPES[name])
-    sequences = [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate(LENGTHS)]
+    sequences = members(LENGTHS)
     run(runner, sequences, COUNT)
     runner.close()
-    compare(quantized_checkpoints.reference(name, path), sequences)
+    compare(quantized_checkpoints.reference(name, path), texts(sequences))
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -62,14 +52,15 @@ def test_adapters_of_quantized_checkpoints(name: str, tmp_path: Path):
         tmp_path / "adapter", quantized_checkpoints.plain(path), 9, products=adapters.ALL, scale=0.1
     )
     runner = load(path, DTYPES[name], lora_modules={"one": str(adapter)})
-    prompts = [prompt_of(length, length) for length in LENGTHS]
     (card,) = runner.adapters
-    bare = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
-    adapted = [Generation(prompt, range(8 * i, 8 * i + 8), GREEDY, card.digest) for i, prompt in enumerate(prompts, 3)]
+    bare = members(LENGTHS)
+    adapted = [
+        Generation(prompt_of(n, n), range(8 * i, 8 * i + 8), GREEDY, card.digest) for i, n in enumerate(LENGTHS, 3)
+    ]
     run(runner, [*bare, *adapted], COUNT)
     runner.close()
-    compare(quantized_checkpoints.reference(name, path), bare)
-    compare(adapters.add(quantized_checkpoints.reference(name, path), adapter), adapted)
+    compare(quantized_checkpoints.reference(name, path), texts(bare))
+    compare(adapters.add(quantized_checkpoints.reference(name, path), adapter), texts(adapted))
     assert [one.tokens for one in bare] != [one.tokens for one in adapted]
 
 
@@ -85,10 +76,10 @@ def test_what_baton_quantize_writes(group: int, tmp_path: Path):
         meant[f"{name}.weight"] = groups.dense()
     save_file(meant, plain / "model.safetensors", {"format": "pt"})
     runner = load(tmp_path / "int4", "float16")
-    sequences = [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate(LENGTHS)]
+    sequences = members(LENGTHS)
     run(runner, sequences, COUNT)
     runner.close()
-    compare(checkpoints.reference(plain), sequences)
+    compare(checkpoints.reference(plain), texts(sequences))
 
 
 def test_four_bits_in_float32_are_refused(tmp_path: Path):

@@ -10,7 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 
@@ -26,13 +27,13 @@ from engine.step.batch import Chunk
 from engine.vllm_runner.child_environment import child_environment
 from engine.vllm_runner.pages import FP8, vllm_kv_dtype
 from engine.vllm_runner.runner import VllmRunner
-from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopyIn, CopyOut
 from tests.support import checkpoints, fp8_pages, workload
 from tests.support.cluster import Streams, at_rest, load
 from tests.support.eventually import DEADLINE, eventually
 from tests.support.fp8_pages import Fp8Cache, Scales
-from tests.vllm_runner.driver import PAGE, Generation, likely, prompt_of, run, step, untimed
+from tests.vllm_runner import driver
+from tests.vllm_runner.driver import PAGE, Generation, Loaded, members, prompt_of, run, step, texts, untimed
 from tests.vllm_runner.driver import load as load_runner
 from tests.vllm_runner.test_cluster import SETTINGS, WIDE
 
@@ -41,7 +42,6 @@ COUNT, LENGTHS = 24, (70, 33, 5, 31, 64)
 NEAR, LIKELIEST = 0.3, 0.98
 """Logits have a deviation above 1. Of the tokens that were tried, not one was another than the reference's."""
 SCALES = tuple(Scales(0.02 * (layer + 1), 0.03) for layer in range(4))
-Loaded = Callable[..., VllmRunner]
 
 
 def checkpoint_at(name: str, folder: Path) -> Path:
@@ -66,31 +66,18 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     """`runner(name, held, dtype, number)`: the model of that checkpoint, with pages in `held`."""
-    running: list[VllmRunner] = []
 
-    @cache
     def loaded(
         name: str = "llama", held: str = "fp8", dtype: str = "float32", number: int = 0, ranks: int = 1
     ) -> VllmRunner:
         kind = vllm_kv_dtype(json.loads((paths(name) / "config.json").read_text()), held)
-        running.append(load_runner(paths(name), dtype, ranks=ranks, kv_cache_dtype=kind))
-        return running[-1]
+        return load_runner(paths(name), dtype, ranks=ranks, kv_cache_dtype=kind)
 
-    yield loaded
-    for one in running:
-        one.close()
+    yield from driver.kept(loaded)
 
 
-def members() -> list[Generation]:
-    return [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate(LENGTHS)]
-
-
-compare = partial(likely, near=NEAR, share=LIKELIEST)
-
-
-def texts(sequences: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
-    drawn = [[sampled.token for sampled in one.drawn] for one in sequences]
-    return [(one.tokens[: -len(tokens)], tokens) for one, tokens in zip(sequences, drawn, strict=True)]
+compare = partial(driver.likely, near=NEAR, share=LIKELIEST)
+arena = contextmanager(driver.arena_of)
 
 
 @pytest.mark.technique("Pages in FP8")
@@ -98,7 +85,7 @@ def texts(sequences: Sequence[Generation]) -> list[tuple[list[int], list[int]]]:
 def test_tokens_are_those_of_what_fp8_pages_mean(
     name: str, held: str, paths: Callable[[str], Path], runner: Loaded
 ) -> None:
-    model, sequences = runner(name, held), members()
+    model, sequences = runner(name, held), members(LENGTHS)
     assert model.layout.dtype == FP8[held]
     run(model, sequences, COUNT)
     compare(fp8_pages.reference(paths(name), getattr(torch, FP8[held])), texts(sequences))
@@ -120,7 +107,7 @@ print(json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
 
 def test_tokens_are_those_of_vllm_alone(paths: Callable[[str], Path], runner: Loaded) -> None:
     """Its own engine, scheduler and sampler, with the same kernels."""
-    sequences = members()
+    sequences = members(LENGTHS)
     run(runner(), sequences, COUNT)
     prompts = [prompt_of(length, length) for length in LENGTHS]
     arguments = [str(paths("llama")), json.dumps(prompts), str(COUNT)]
@@ -160,24 +147,6 @@ def test_pages_hold_the_codes_of_k_and_v(name: str, held: str, paths: Callable[[
             assert meant.unique().numel() > 20
 
 
-class Slots:
-    """An arena that is closed at the end."""
-
-    def __init__(self, page_bytes: int) -> None:
-        self._arena = Arena.create(32 * page_bytes)
-        self._arena.divide(page_bytes)
-
-    def __enter__(self) -> Arena:
-        return self._arena
-
-    def __exit__(self, *_: object) -> None:
-        self._arena.close()
-
-
-def arena(model: VllmRunner) -> Slots:
-    return Slots(model.layout.page_bytes)
-
-
 @pytest.mark.parametrize(("dtype", "makers", "takers"), [("float32", 1, 1), ("bfloat16", 1, 1), ("float32", 2, 1)])
 def test_a_prompt_is_handed_over(dtype: str, makers: int, takers: int, runner: Loaded) -> None:
     """The bytes arrive as they are, and tokens are those of a runner that computed the prompt itself. The pages held
@@ -210,13 +179,13 @@ def test_a_prompt_is_handed_over(dtype: str, makers: int, takers: int, runner: L
         chunk = own.chunk(size)
         own.take(chunk, *step(prefill, chunk).sampled)
     run(prefill, [own], COUNT)
-    assert [sampled.token for sampled in handed.drawn] == [sampled.token for sampled in own.drawn]
+    assert handed.output == own.output
 
 
 def test_scales_of_the_checkpoint(paths: Callable[[str], Path], runner: Loaded) -> None:
     """By "auto" such a checkpoint has FP8 pages. Pages of other scales, or computed in another dtype, have other
     names."""
-    model, sequences = runner("scaled", "auto"), members()
+    model, sequences = runner("scaled", "auto"), members(LENGTHS)
     assert model.layout.dtype == "float8_e4m3fn"
     run(model, sequences, COUNT)
     compare(fp8_pages.reference(paths("llama"), scales=SCALES), texts(sequences))

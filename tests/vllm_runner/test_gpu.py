@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import cache
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,11 @@ import torch
 
 pytest.importorskip("vllm")
 
-from engine.vllm_runner.runner import VllmRunner
-from tests.support import checkpoints
+from tests.vllm_runner import driver
 from tests.vllm_runner import test_exact_steps as exact
 from tests.vllm_runner import test_runner as first
 from tests.vllm_runner import test_second_runner as second
-from tests.vllm_runner.driver import Generation, agree, load, prompt_of, run
-from tests.vllm_runner.test_runner import Loaded
+from tests.vllm_runner.driver import Loaded, kept, load
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` is on the GPU here
 from tests.vllm_runner.test_runner import paths as paths
 
@@ -52,16 +50,7 @@ def _products_of_float32_are_exact() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
-    runners: list[VllmRunner] = []
-
-    @cache
-    def loaded(name: str) -> VllmRunner:
-        runners.append(load(paths(name.split("/")[0]), device="cuda"))
-        return runners[-1]
-
-    yield loaded
-    for one in runners:
-        one.close()
+    yield from kept(lambda name: load(paths(name.split("/")[0]), device="cuda"))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -85,23 +74,13 @@ def test_pages_are_blocks_as_they_lie(runner: Loaded):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bits_depend_on_no_companions_and_no_borders(backend: str, tmp_path: Path):
-    runner = load(exact.wide(tmp_path), "bfloat16", device="cuda", attention_backend=backend)
-    try:
+    with closing(load(exact.wide(tmp_path), "bfloat16", device="cuda", attention_backend=backend)) as runner:
         exact.test_bits_depend_on_no_companions_and_no_borders(runner)
-    finally:
-        runner.close()
 
 
 def _greedy(path: Path, *, eager: bool) -> None:
-    runner = load(path, device="cuda", eager=eager, exact=False)
-    prompts = [prompt_of(length, length) for length in (70, 5)]
-    sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
-    try:
-        run(runner, sequences, 20)
-    finally:
-        runner.close()
-    for prompt, one in zip(prompts, sequences, strict=True):
-        agree(one, *checkpoints.reference(path).generate(prompt, 20))
+    with closing(load(path, device="cuda", eager=eager, exact=False)) as runner:
+        driver.exact(runner, path, (70, 5))
 
 
 def test_the_first_model_runner(paths: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):

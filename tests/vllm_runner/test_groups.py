@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,6 @@ WORK = {"prefill-0": "prompt_tokens_computed_total", "decode-0": "generation_tok
 COUNT = {"gpt-oss": 1, "gemma3": 3}
 """Groups with a window, each of as many layers as the group without."""
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
-SETTINGS = {
-    "model.engine": "vllm",
-    "pages.page_size": PAGE,
-    "router.queue_timeout_ms": 300_000,
-    "router.attempt_timeout_ms": 300_000,
-}
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +49,14 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 def test_greedy_tokens_are_those_of_transformers(name: str, eager: bool, paths: Callable[[str], Path]) -> None:
     """A page is the layers of one group, and the pool has as many more of them."""
-    model = driver.load(paths(name), eager=eager)
-    try:
+    with closing(driver.load(paths(name), eager=eager)) as model:
         groups, raw = model.groups, checkpoints.config(name, **GROUPS[name]).to_dict()
         assert groups == WindowGroups(COUNT[name], WINDOW, PAGE)
         windows = [WINDOW if kind == "sliding_attention" else None for kind in raw["layer_types"]]
         assert of_groups(windows, PAGE) == (model.layout.num_layers, groups)
         assert model.layout.page_bytes * (1 + groups.count) == largest_page(raw, "float32", PAGE, "auto").page_bytes
         assert model.num_pages == driver.PAGES * (1 + groups.count)
-        lengths = (170, 33, 5)
-        sequences = [Generation(prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
-        run(model, sequences, 20)
-        for length, one in zip(lengths, sequences, strict=True):
-            agree(one, *checkpoints.reference(paths(name)).generate(prompt_of(length, length), 20))
-    finally:
-        model.close()
+        driver.exact(model, paths(name), (170, 33, 5))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -78,9 +66,11 @@ def test_a_prompt_is_handed_over_between_degrees(
 ) -> None:
     """Each rank copies its heads of a group's page. Window pages before the window hold NaN at the taker."""
     prompt, full = prompt_of(4 * PAGE + 7, 3), 4
-    prefill, decode = driver.load(paths(name), ranks=makers), driver.load(paths(name), ranks=takers)
-    arena = Arena.create(32 * prefill.layout.page_bytes)
-    try:
+    with (
+        closing(driver.load(paths(name), ranks=makers)) as prefill,
+        closing(driver.load(paths(name), ranks=takers)) as decode,
+        closing(Arena.create(32 * prefill.layout.page_bytes)) as arena,
+    ):
         assert prefill.layout == decode.layout
         assert prefill.groups == decode.groups
         arena.divide(prefill.layout.page_bytes)
@@ -104,10 +94,6 @@ def test_a_prompt_is_handed_over_between_degrees(
         assert driver.untimed(into.start(copies).wait()) == CopiedIn(3, tuple(range(1, 1 + len(copies))), ())
         run(decode, [one], 20)
         agree(one, *checkpoints.reference(paths(name)).generate(prompt, 20))
-    finally:
-        prefill.close()
-        decode.close()
-        arena.close()
 
 
 @pytest.mark.parametrize(
@@ -121,12 +107,7 @@ def test_a_prompt_is_handed_over_between_degrees(
 def test_requests_at_once_get_the_reference_tokens(
     name: str, shape: tuple[int, int], more: dict[str, object], paths: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    own = {**SETTINGS, "router.disaggregation": "always" if shape[0] else "auto", **more}
-    path = paths(name)
-    with LocalCluster(workload.settings(path, *shape, **own), tmp_path, patience=200.0) as running:
-        answers = workload.ask_all(running.address, PROMPTS)
-        workload.compare(path, PROMPTS, answers, workload.references(path, PROMPTS))
-        assert not shape[0] or any(answer.work.pages_fetched for answer in answers)
+    driver.at_once(driver.settings(paths(name), *shape, **more), paths(name), tmp_path, PROMPTS)
 
 
 @pytest.mark.technique("Pages by groups of layers")
@@ -137,7 +118,7 @@ def test_a_hand_off_has_the_pages_of_the_window_only(name: str, paths: Callable[
     pages, full = -(-length // PAGE), length // PAGE * PAGE
     moved, stored = (pages + (pages - (end - WINDOW + 1) // PAGE) * COUNT[name] for end in (length, full))
     assert moved < stored < 0.6 * pages * (1 + COUNT[name])
-    with LocalCluster(workload.settings(path, **SETTINGS), tmp_path, patience=200.0) as running:
+    with LocalCluster(driver.settings(path), tmp_path, patience=200.0) as running:
         answer = workload.ask(running.address, prompt)
         workload.compare(path, [prompt], [answer], workload.references(path, [prompt]))
         assert metric(running, "prefill-0", "pages_copied_total", direction="out") == stored
@@ -154,7 +135,7 @@ def test_streams_outlive_the_death_of_any_process(
     path, process = paths("gpt-oss"), deaths.owner_of(victim)
     expected = workload.references(path, PROMPTS)
     with (
-        LocalCluster(workload.settings(path, *shape, **SETTINGS), tmp_path, patience=200.0) as running,
+        LocalCluster(driver.settings(path, *shape), tmp_path, patience=200.0) as running,
         ThreadPoolExecutor(1) as pool,
     ):
         busy = "decode-0" if victim == "store-0" else process

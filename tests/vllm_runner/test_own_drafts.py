@@ -24,7 +24,7 @@ from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedOut, CopyIn, CopyOut
 from tests.support import checkpoints
-from tests.vllm_runner.driver import PAGE, Generation, load, prompt_of, run, step
+from tests.vllm_runner.driver import PAGE, Generation, Loaded, arena_of, kept, load, prompt_of, run, step
 from tests.vllm_runner.test_runner import paths as paths
 from tests.vllm_runner.test_speculation import COUNT, DRAWS, alike, members, take, with_proposals
 
@@ -34,8 +34,6 @@ LAYERS = {"draft_model": 4, "eagle": 1, "eagle3": 1, "medusa": 0}
 NORM = "input_layernorm"
 PROJECTED = re.compile(r"\.[qkv]_proj\.")
 WORDS = 300  # of EAGLE-3's own vocabulary: every third token
-
-Loaded = Callable[[str], VllmRunner]
 
 
 def write_draft(method: str, model: Path, folder: Path) -> Path:
@@ -76,18 +74,13 @@ def drafts(paths: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path], drafts: Callable[[str], Path]) -> Iterator[Loaded]:
     """The model with a draft of that method; "" has none, and a second one stands behind a slash."""
-    runners: list[VllmRunner] = []
 
-    @cache
     def loaded(name: str) -> VllmRunner:
         method = name.split("/")[0]
         own = {"method": method, "model": str(drafts(method)), "num_speculative_tokens": GUESSES} if method else {}
-        runners.append(load(paths("llama"), drafts=own))
-        return runners[-1]
+        return load(paths("llama"), drafts=own)
 
-    yield loaded
-    for one in runners:
-        one.close()
+    yield from kept(loaded)
 
 
 def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.0, seed: int = 0) -> tuple[int, int]:
@@ -190,10 +183,7 @@ def test_eagles_layer_guesses_from_hidden_states_and_its_own(paths: Callable, dr
 
 @pytest.fixture
 def arena(runner: Loaded) -> Iterator[Arena]:
-    memory = Arena.create(2 * runner("draft_model").layout.page_bytes)
-    memory.divide(runner("draft_model").layout.page_bytes)
-    yield memory
-    memory.close()
+    yield from arena_of(runner("draft_model"))
 
 
 def test_after_a_hand_off_the_draft_knows_the_prompt(runner: Loaded, arena: Arena):
@@ -213,7 +203,7 @@ def test_after_a_hand_off_the_draft_knows_the_prompt(runner: Loaded, arena: Aren
     other.computed = 2 * PAGE
     chunk = other.chunk()
     other.take(chunk, step(decode, chunk).sampled[0])
-    assert [each.token for each in other.drawn] == [each.token for each in whole.drawn]
+    assert other.output == whole.output
     assert decode.proposals[0] == proposed
 
 

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from baton.config import Config
 from baton.errors import DeviceLost, UnsupportedModel
 from baton.unix import readable
 from deploy.local import LocalCluster
@@ -27,20 +28,20 @@ from engine.step.batch import Chunk, PromptScoring, TokenDraw
 from engine.vllm_runner import leftovers
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
-from kvstore.checksum import page_checksum
-from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
+from kvstore.client.transfer import CopiedIn, CopyIn, CopyOut
 from tests.support import checkpoints, workload
 from tests.support.eventually import eventually
-from tests.vllm_runner.driver import PAGE, Generation, agree, load, prompt_of, run, run_ahead, step, untimed
+from tests.vllm_runner import driver
+from tests.vllm_runner.driver import PAGE, Generation, Loaded, load, members, prompt_of, run, step, texts, untimed
 
 PROMPTS = [prompt for prompt in workload.prompts() if len(prompt) <= 1_100][::4]
 SEEDED = TokenDraw(temperature=0.9, top_p=0.95, seed=77)
-Loaded = Callable[..., VllmRunner]
 FAMILIES = (
     "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe",
     "gpt-oss",
 )  # fmt: skip
 """Besides Llama, whose ranks are looked at more closely."""
+LENGTHS = (70, 33, 5)
 STAGED = ("qwen2", "qwen3", "mistral", "mistral-window", "phi3", "olmo2", "mixtral", "qwen3-moe")
 """Besides Llama, whose layers form no groups."""
 
@@ -54,57 +55,34 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(path: Path) -> Iterator[Loaded]:
     """`runner(ranks, stages)`: the model on so many ranks, in that many stages."""
-    runners: list[VllmRunner] = []
-
-    @cache
-    def loaded(ranks: int, stages: int = 1) -> VllmRunner:
-        runners.append(load(path, ranks=ranks, stages=stages))
-        return runners[-1]
-
-    yield loaded
-    for one in runners:
-        one.close()
+    yield from driver.kept(lambda ranks, stages=1: load(path, ranks=ranks, stages=stages))
 
 
 @pytest.fixture
 def arena(runner: Loaded) -> Iterator[Arena]:
-    page_bytes = runner(2).layout.page_bytes
-    memory = Arena.create(32 * page_bytes)
-    memory.divide(page_bytes)
-    yield memory
-    memory.close()
+    yield from driver.arena_of(runner(2))
 
 
 @pytest.mark.technique("Tensor parallelism")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tokens_are_those_of_transformers_and_of_one_rank(ranks: int, path: Path, runner: Loaded) -> None:
-    prompts = [prompt_of(length, length) for length in (70, 33, 5)]
-    sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
+    sequences = members(LENGTHS)
     run(runner(ranks), sequences, 20)
-    for prompt, one in zip(prompts, sequences, strict=True):
-        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
-    texts: list[list[int]] = []
+    for prompt, output in texts(sequences):
+        assert output == checkpoints.reference(path).generate(prompt, 20)[0]
+    outputs: list[list[int]] = []
     for count in (1, ranks):
-        seeded = Generation(prompts[0], range(30, 38), SEEDED)
+        seeded = Generation(prompt_of(70, 70), range(30, 38), SEEDED)
         run(runner(count), [seeded], 20)
-        texts.append([sampled.token for sampled in seeded.drawn])
-    assert texts[0] == texts[1]
+        outputs.append(seeded.output)
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_have_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
-    """In mixed batches of chunks."""
     path = checkpoints.make(name, tmp_path, hidden_size=128, head_dim=32)
-    reference = checkpoints.reference(path)
-    sequences = [Generation(prompt_of(length, length), range(8 * i, 8 * i + 8)) for i, length in enumerate((70, 33, 5))]
-    prompts = [list(one.tokens) for one in sequences]
-    model = load(path, ranks=2)
-    try:
-        run(model, sequences, 20)
-    finally:
-        model.close()
-    for prompt, one in zip(prompts, sequences, strict=True):
-        agree(one, *reference.generate(prompt, 20))
+    with closing(load(path, ranks=2)) as model:
+        driver.exact(model, path)
 
 
 @pytest.mark.technique("Pipeline parallelism")
@@ -113,31 +91,24 @@ def test_stages_have_the_tokens_of_transformers_and_of_one_rank(
     ranks: int, stages: int, path: Path, runner: Loaded
 ) -> None:
     """In mixed batches of chunks, launched one before the other's end. Prompt tokens are scored on the last stage."""
-    staged, prompts = runner(ranks, stages), [prompt_of(length, length) for length in (70, 33, 5)]
-    sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
-    assert run_ahead(staged, sequences, 20)
-    for prompt, one in zip(prompts, sequences, strict=True):
-        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
+    staged, prompt, sequences = runner(ranks, stages), prompt_of(70, 70), members(LENGTHS)
+    assert driver.run_ahead(staged, sequences, 20)
+    for each, output in texts(sequences):
+        assert output == checkpoints.reference(path).generate(each, 20)[0]
     scored: list[object] = []
     for model in (staged, runner(ranks // stages)):
-        seeded = Generation(prompts[0], range(30, 38), SEEDED)
+        seeded = Generation(prompt, range(30, 38), SEEDED)
         run(model, [seeded], 20)
-        chunk = Chunk(prompts[0], 0, range(40, 43), scoring=PromptScoring(0, prompts[0][1:], 2))
-        scored.append(([sampled.token for sampled in seeded.drawn], step(model, chunk).scores))
+        chunk = Chunk(prompt, 0, range(40, 43), scoring=PromptScoring(0, prompt[1:], 2))
+        scored.append((seeded.output, step(model, chunk).scores))
     assert scored[0] == scored[1]
 
 
 @pytest.mark.parametrize("name", STAGED)
 def test_two_stages_have_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
-    path, lengths = checkpoints.make(name, tmp_path, hidden_size=128, head_dim=32), (70, 33, 5)
-    sequences = [Generation(prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
-    model = load(path, ranks=2, stages=2)
-    try:
-        run(model, sequences, 20)
-    finally:
-        model.close()
-    for length, one in zip(lengths, sequences, strict=True):
-        agree(one, *checkpoints.reference(path).generate(prompt_of(length, length), 20))
+    path = checkpoints.make(name, tmp_path, hidden_size=128, head_dim=32)
+    with closing(load(path, ranks=2, stages=2)) as model:
+        driver.exact(model, path)
 
 
 @pytest.mark.technique("Tensor parallelism")
@@ -151,30 +122,7 @@ def test_two_stages_have_the_tokens_of_transformers(name: str, tmp_path: Path) -
 def test_a_prompt_is_handed_over_between_degrees(
     makers: Sequence[int], takers: Sequence[int], path: Path, runner: Loaded, arena: Arena
 ) -> None:
-    """Pages that `makers` ranks and stages have copied out go on at `takers`, whose pages held NaN before."""
-    prefill, decode = runner(*makers), runner(*takers)
-    assert prefill.layout == decode.layout
-    out, into = prefill.mover(verify=True), decode.mover(verify=True)
-    out.attach(arena)
-    into.attach(arena)
-    prompt = prompt_of(3 * PAGE + 7, 3)
-    step(prefill, Chunk(prompt[: 3 * PAGE], 0, [9, 3, 4]))
-    copied = out.start([CopyOut(1, i, page, 10 + i) for i, page in enumerate([9, 3, 4])]).wait()
-    heads = prefill.layout.num_kv_heads
-    assert untimed(copied) == CopiedOut(1, 0, tuple(page_checksum(arena.slot(slot), heads) for slot in (10, 11, 12)))
-    torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
-    into.start(
-        [CopyIn(2, i, 0, page, page_checksum(arena.slot(0), heads)) for i, page in enumerate(range(20, 28))]
-    ).wait()
-    copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
-    assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 1, 2), ())
-    one = Generation(prompt, range(20, 28))
-    one.chunk(3 * PAGE)  # takes the pages
-    one.computed = 3 * PAGE
-    run(decode, [one], 20)
-    assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
-    arena.slot(11)[-5] ^= 1  # the last rank's
-    assert untimed(into.start(copies).wait()) == CopiedIn(3, (0, 2), (1,))
+    driver.hand_over(runner(*makers), runner(*takers), arena, path)
 
 
 BESIDE = """
@@ -195,8 +143,8 @@ def test_ranks_copy_beside_their_steps(path: Path, arena: Arena, monkeypatch: py
         return subprocess.Popen([sys.executable, "-c", BESIDE, str(fd)], pass_fds=[fd], env=environment)
 
     monkeypatch.setattr(VllmRunner, "launch_child", staticmethod(launch))
-    model, prompt = load(path, ranks=2), prompt_of(3 * PAGE + 7, 3)
-    try:
+    prompt = prompt_of(3 * PAGE + 7, 3)
+    with closing(load(path, ranks=2)) as model:
         assert model.copies_overlap
         mover = model.mover(verify=True)
         mover.attach(arena)
@@ -210,12 +158,10 @@ def test_ranks_copy_beside_their_steps(path: Path, arena: Arena, monkeypatch: py
         one.chunk(3 * PAGE)  # takes the pages
         one.computed = 3 * PAGE
         run(model, [one], 20)
-        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(path).generate(prompt, 20)[0]
+        assert one.output == checkpoints.reference(path).generate(prompt, 20)[0]
         os.kill(ranks_of(model)[1], signal.SIGKILL)
         with pytest.raises(DeviceLost):
             mover.start(copies).wait()
-    finally:
-        model.close()
 
 
 def test_pages_of_two_ranks_are_those_of_one_up_to_rounding(runner: Loaded, arena: Arena) -> None:
@@ -315,23 +261,18 @@ SHAPES = {
 }  # fmt: skip
 
 
-def cluster(
-    checkpoint: Path, folder: Path, prefill: int, decode: int, makers: int, takers: int, first: int = 1, then: int = 1
-) -> LocalCluster:
+def config_of(
+    checkpoint: Path, prefill: int, decode: int, makers: int, takers: int, first: int = 1, then: int = 1
+) -> Config:
     """`makers` and `takers` are the ranks of a stage, `first` and `then` the stages of either role."""
     own = {
-        "model.engine": "vllm",
-        "pages.page_size": PAGE,
         "model.numerics": "mixed" if prefill and (makers, first) != (takers, then) else "exact",
         "prefill.tensor_parallel_size": makers,
         "decode.tensor_parallel_size": takers,
         "prefill.pipeline_parallel_size": first,
         "decode.pipeline_parallel_size": then,
-        "router.disaggregation": "always" if prefill else "auto",
-        "router.queue_timeout_ms": 300_000,
-        "router.attempt_timeout_ms": 300_000,
     }
-    return LocalCluster(workload.settings(checkpoint, prefill, decode, **own), folder, patience=200.0)
+    return driver.settings(checkpoint, prefill, decode, **own)
 
 
 @pytest.fixture(scope="module")
@@ -341,11 +282,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_requests_at_once_get_the_reference_tokens(shape: str, wide: Path, tmp_path: Path) -> None:
-    with cluster(wide, tmp_path, *SHAPES[shape]) as running:
-        answers = workload.ask_all(running.address, PROMPTS)
-        workload.compare(wide, PROMPTS, answers, workload.references(wide, PROMPTS))
-        if SHAPES[shape][0]:
-            assert any(answer.work.pages_fetched for answer in answers)
+    driver.at_once(config_of(wide, *SHAPES[shape]), wide, tmp_path, PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +290,10 @@ def test_requests_at_once_get_the_reference_tokens(shape: str, wide: Path, tmp_p
 )
 def test_streams_outlive_the_death_of_a_rank(name: str, shape: tuple[int, ...], wide: Path, tmp_path: Path) -> None:
     """Its worker ends, and another goes on with the same tokens."""
-    with cluster(wide, tmp_path, *shape) as running, ThreadPoolExecutor(1) as pool:
+    with (
+        LocalCluster(config_of(wide, *shape), tmp_path, patience=200.0) as running,
+        ThreadPoolExecutor(1) as pool,
+    ):
         worker = psutil.Process(running.pids[name])
         (vllm,) = worker.children()
         victim = [each for each in vllm.children() if each.name() != "python_resource_tracker"][-1]

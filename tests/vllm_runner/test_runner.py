@@ -7,9 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,26 +23,11 @@ from engine.step.batch import Chunk, LogitsEdits, PromptScoring, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
-from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
+from kvstore.client.transfer import CopyOut
 from tests.support import checkpoints
-from tests.vllm_runner.driver import (
-    GREEDY,
-    PAGE,
-    PAGES,
-    Generation,
-    agree,
-    load,
-    prompt_of,
-    run,
-    run_ahead,
-    step,
-    untimed,
-)
+from tests.vllm_runner import driver
+from tests.vllm_runner.driver import GREEDY, PAGE, PAGES, Generation, Loaded, agree, load, prompt_of, run, step
 from worker.calibration import calibrate
-
-PATIENCE = 120.0
-
-Loaded = Callable[[str], VllmRunner]
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +39,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     """`runner(name)`: the model of that checkpoint; "a prefill" has a second one of its own behind a slash."""
-    runners: list[VllmRunner] = []
-
-    @cache
-    def loaded(name: str) -> VllmRunner:
-        path = paths(name.split("/")[0])
-        runners.append(load(path))
-        return runners[-1]
-
-    yield loaded
-    for one in runners:
-        one.close()
+    yield from driver.kept(lambda name: load(paths(name.split("/")[0])))
 
 
 EXACT = (
@@ -75,12 +50,7 @@ EXACT = (
 
 @pytest.mark.parametrize("name", EXACT)
 def test_greedy_tokens_are_those_of_transformers(name: str, paths: Callable[[str], Path], runner: Loaded):
-    reference = checkpoints.reference(paths(name))
-    lengths = [70, 33, 5, 31, 64]
-    sequences = [Generation(prompt_of(n, n), range(8 * i, 8 * i + 8)) for i, n in enumerate(lengths)]
-    run(runner(name), sequences, 24)
-    for length, one in zip(lengths, sequences, strict=True):
-        agree(one, *reference.generate(prompt_of(length, length), 24))
+    driver.exact(runner(name), paths(name), (70, 33, 5, 31, 64), 24)
 
 
 def test_soft_caps_of_scores_and_logits_are_those_of_transformers(paths: Callable[[str], Path], runner: Loaded):
@@ -153,40 +123,12 @@ def test_prompt_tokens_are_scored(paths: Callable[[str], Path], runner: Loaded):
 
 @pytest.fixture
 def arena(runner: Loaded) -> Iterator[Arena]:
-    layout = runner("llama").layout
-    memory = Arena.create(32 * layout.page_bytes)
-    memory.divide(layout.page_bytes)
-    yield memory
-    memory.close()
-
-
-def wait(moving: Any) -> Any:
-    return moving.wait()
+    yield from driver.arena_of(runner("llama"))
 
 
 def test_a_prompt_is_handed_over(paths: Callable[[str], Path], runner: Loaded, arena: Arena):
-    """One child computes the prompt's pages, another goes on from them. Its own held NaN before."""
-    prefill, decode = runner("llama/prefill"), runner("llama")
-    out, into = prefill.mover(verify=True), decode.mover(verify=True)
-    out.attach(arena)
-    into.attach(arena)
-    prompt = prompt_of(3 * PAGE + 7, 3)
-    step(prefill, Chunk(prompt[: 2 * PAGE + 3], 0, [9, 3, 4]))
-    step(prefill, Chunk(prompt[2 * PAGE + 3 : 3 * PAGE], 2 * PAGE + 3, [9, 3, 4]))
-    copied = wait(out.start([CopyOut(1, i, page, 10 + i) for i, page in enumerate([9, 3, 4])]))
-    assert isinstance(copied, CopiedOut)
-    torch.frombuffer(arena.slot(0), dtype=torch.float32).fill_(float("nan"))
-    wait(into.start([CopyIn(2, i, 0, page, 0) for i, page in enumerate(range(20, 28))]))
-    copies = [CopyIn(3, i, 10 + i, 20 + i, checksum) for i, checksum in enumerate(copied.checksums)]
-    assert untimed(wait(into.start(copies))) == CopiedIn(3, (0, 1, 2), ())
-    one = Generation(prompt, range(20, 28))
-    one.chunk(3 * PAGE)  # takes the pages
-    one.computed = 3 * PAGE
-    run(decode, [one], 20)
-    expected, _ = checkpoints.reference(paths("llama")).generate(prompt, 20)
-    assert [sampled.token for sampled in one.drawn] == expected
-    arena.slot(11)[5] ^= 1
-    assert untimed(wait(into.start(copies))) == CopiedIn(3, (0, 2), (1,))
+    """One child computes the prompt's pages, another goes on from them."""
+    driver.hand_over(runner("llama/prefill"), runner("llama"), arena, paths("llama"))
 
 
 def test_pages_have_the_form_that_their_layout_names(paths: Callable[[str], Path], runner: Loaded, arena: Arena):
@@ -199,7 +141,7 @@ def test_pages_have_the_form_that_their_layout_names(paths: Callable[[str], Path
     step(theirs, Chunk(prompt, 0, [40]))
     mover = theirs.mover(verify=False)
     mover.attach(arena)
-    wait(mover.start([CopyOut(1, 0, 40, 2)]))
+    mover.start([CopyOut(1, 0, 40, 2)]).wait()
     page = torch.frombuffer(arena.slot(2), dtype=torch.float32).view(theirs.layout.shape)
     heads, layers, _, size, dim = ours.layout.shape
     keys, values = page.view(heads, layers, 2, size * dim).unbind(2)
@@ -221,7 +163,7 @@ def test_a_sequence_moves_is_put_aside_and_computed_again(paths: Callable[[str],
     one.table = BlockTable(range(50, 56))  # elsewhere, from the start
     one.computed = 0
     run(model, [one], 30)
-    assert [sampled.token for sampled in one.drawn] == expected
+    assert one.output == expected
 
 
 def test_steps_ahead_draw_the_tokens_of_steps_that_waited(paths: Callable[[str], Path], runner: Loaded):
@@ -233,9 +175,9 @@ def test_steps_ahead_draw_the_tokens_of_steps_that_waited(paths: Callable[[str],
 
     waited, ahead = members(), members()
     run(model, waited, 40)
-    assert run_ahead(model, ahead, 40) > 60
+    assert driver.run_ahead(model, ahead, 40) > 60
     for one, other in zip(waited, ahead, strict=True):
-        assert [sampled.token for sampled in one.drawn] == [sampled.token for sampled in other.drawn]
+        assert one.output == other.output
 
 
 def test_a_step_ahead_of_a_sequence_whose_page_is_exchanged(paths: Callable[[str], Path], runner: Loaded):
@@ -251,9 +193,9 @@ def test_a_step_ahead_of_a_sequence_whose_page_is_exchanged(paths: Callable[[str
     after = model.launch([ahead])
     one.take(first, *running.wait().sampled)
     one.take(ahead, *after.wait().sampled)
-    run_ahead(model, [one], 20)
+    driver.run_ahead(model, [one], 20)
     expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(40, 9), 20)
-    assert [sampled.token for sampled in one.drawn] == expected
+    assert one.output == expected
 
 
 def test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on(
@@ -275,7 +217,7 @@ def test_a_chunk_that_follows_one_without_a_token_draws_none_and_others_go_on(
     run(model, [one, other], 12)
     for sequence, (length, seed) in ((one, (20, 4)), (other, (30, 5))):
         expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(length, seed), 12)
-        assert [sampled.token for sampled in sequence.drawn] == expected
+        assert sequence.output == expected
 
 
 def test_a_pool_that_is_smaller_than_the_context(paths: Callable[[str], Path]):
@@ -308,7 +250,7 @@ def test_what_it_can_not_run_is_refused_and_touches_nothing(paths: Callable[[str
             step(model, bad)
     run(model, [one], 10)
     expected, _ = checkpoints.reference(paths("llama")).generate(prompt_of(40, 8), 10)
-    assert [sampled.token for sampled in one.drawn] == expected
+    assert one.output == expected
 
 
 def test_a_page_size_that_the_kernels_do_not_take(paths: Callable[[str], Path]):
@@ -336,10 +278,5 @@ def test_a_killed_child_is_a_lost_device(paths: Callable[[str], Path]):
 
 
 def test_a_compiled_model_has_the_tokens_of_transformers(paths: Callable[[str], Path]):
-    result = load(paths("llama"), eager=False)
-    prompts = [prompt_of(length, length) for length in (70, 5)]
-    sequences = [Generation(prompt, range(8 * i, 8 * i + 8)) for i, prompt in enumerate(prompts)]
-    run(result, sequences, 20)
-    result.close()
-    for prompt, one in zip(prompts, sequences, strict=True):
-        assert [sampled.token for sampled in one.drawn] == checkpoints.reference(paths("llama")).generate(prompt, 20)[0]
+    with closing(load(paths("llama"), eager=False)) as model:
+        driver.exact(model, paths("llama"), (70, 5))

@@ -14,20 +14,9 @@ from engine.step.batch import Chunk, TokenDraw
 from engine.vllm_runner.runner import VllmRunner
 from tests.support import adapters, checkpoints
 from tests.support.second_runner import second_runner
+from tests.vllm_runner import driver
 from tests.vllm_runner import test_runner as first
-from tests.vllm_runner.driver import (
-    GREEDY,
-    PAGE,
-    PAGES,
-    Generation,
-    agree,
-    load,
-    prompt_of,
-    run,
-    run_ahead,
-    step,
-)
-from tests.vllm_runner.test_runner import Loaded
+from tests.vllm_runner.driver import GREEDY, PAGE, PAGES, Generation, Loaded, agree, load, prompt_of, run, step
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` loads the second one here
 from tests.vllm_runner.test_runner import paths as paths
 from tests.vllm_runner.test_runner import runner as runner
@@ -63,11 +52,11 @@ def test_a_corrected_draw_misleads_no_step_but_the_one_that_was_launched(runner:
         return [Generation(prompt_of(20 + n, n), range(8 * n, 8 * n + 4), draw) for n, draw in enumerate(draws)]
 
     ahead, waited = members(), members()
-    run_ahead(model, ahead, 20)
+    driver.run_ahead(model, ahead, 20)
     assert any(one.misled for one in ahead)
     run(model, waited, 20)
     for one, other in zip(ahead, waited, strict=True):
-        assert [sampled.token for sampled in one.drawn] == [sampled.token for sampled in other.drawn]
+        assert one.output == other.output
 
 
 def test_a_corrected_draw_is_what_its_sequence_goes_on_with(paths: Callable[[str], Path], runner: Loaded):
@@ -80,7 +69,7 @@ def test_a_corrected_draw_is_what_its_sequence_goes_on_with(paths: Callable[[str
             chunks = [one.chunk() for one in members]
             for one, chunk, sampled in zip(members, chunks, model.launch(chunks).wait().sampled, strict=True):
                 one.take(chunk, sampled)
-        tokens.append([sampled.token for one in members for sampled in one.drawn])
+        tokens.append([token for one in members for token in one.output])
     assert tokens[0] == tokens[1]
 
 
@@ -99,7 +88,7 @@ def test_adapters(tmp_path: Path):
         (adapters.merged(model, Path(modules["one"])), adapted),
     ):
         agree(one, *reference.generate(prompt_of(45, 1), 10))
-    assert [one.token for one in plain.drawn] != [one.token for one in adapted.drawn]
+    assert plain.output != adapted.output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

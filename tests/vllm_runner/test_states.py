@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from tests.support import adapters, checkpoints, workload
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric
 from tests.vllm_runner import driver
-from tests.vllm_runner.driver import Generation, agree, likely, prompt_of
+from tests.vllm_runner.driver import Generation, agree, likely, prompt_of, texts
 
 PAGE = 64  # tokens whose K and V take no less than a state, where layers keep any
 STATES = 3  # groups of layers beside the main one, which has attention, or states as all have in Mamba 2
@@ -44,13 +45,6 @@ NEAR, SHARE = 0.4, 0.85
 PROMPTS = [prompt for prompt in workload.prompts(PAGE) if len(prompt) <= 700][::4]
 LONG = 100  # tokens
 LETTERS = Grammar("regex", "[a-f ]{200,210}", checkpoints.EOS, ignore_eos=True)
-SETTINGS = {
-    "model.engine": "vllm",
-    "pages.page_size": PAGE,
-    "model.max_model_len": 1024,  # what it is where a config says nothing, as that of Mamba 2, is up to vLLM
-    "router.queue_timeout_ms": 300_000,
-    "router.attempt_timeout_ms": 300_000,
-}
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +65,10 @@ def dtype_of(path: Path) -> str:
     return read_object(path / "config.json")["dtype"]
 
 
-def settings_of(path: Path, *shape: int, **more: object) -> Config:
-    return workload.settings(path, *shape, **{**SETTINGS, "model.dtype": dtype_of(path), **more})
+def settings_of(path: Path, prefill: int = 1, decode: int = 1, **more: object) -> Config:
+    # What the length is where a config says nothing, as that of Mamba 2, is up to vLLM.
+    own = {"model.max_model_len": 1024, "model.dtype": dtype_of(path)}
+    return driver.settings(path, prefill, decode, PAGE, **(own | more))
 
 
 def compare(path: Path, prompts: Sequence[list[int]], answers: Sequence[Generated], count: int) -> None:
@@ -119,9 +115,8 @@ class Masked(Paged):
 def test_greedy_tokens_are_those_of_transformers(eager: bool, path: Path) -> None:
     """Chunks of random sizes in steps of random members, also one launched before the other has ended, and with masks
     of which every third is late."""
-    model = driver.load(path, dtype_of(path), eager=eager, page_size=PAGE, pages=40)
     reference = checkpoints.reference(path)
-    try:
+    with closing(driver.load(path, dtype_of(path), eager=eager, page_size=PAGE, pages=40)) as model:
         assert model.groups == WindowGroups(STATES, 2, PAGE, states=True)
         lengths = (170, 2 * PAGE, 5)
         for run, kind in ((driver.run, Paged), (driver.run_ahead, Paged), (driver.run, Masked)):
@@ -129,12 +124,10 @@ def test_greedy_tokens_are_those_of_transformers(eager: bool, path: Path) -> Non
             run(model, sequences, 70)
             assert kind is Paged or all(one.late > 30 for one in sequences)
             if model.layout.dtype == "bfloat16":
-                likely(reference, [(one.tokens[:-70], one.tokens[-70:]) for one in sequences], NEAR, SHARE)
+                likely(reference, texts(sequences), NEAR, SHARE)
                 continue
             for length, one in zip(lengths, sequences, strict=True):
                 agree(one, *reference.generate(prompt_of(length, length), 70))
-    finally:
-        model.close()
 
 
 @pytest.mark.parametrize("name", [*EXACT, *LIKELIEST])
@@ -143,26 +136,24 @@ def test_ranks_share_states(name: str, tmp_path: Path) -> None:
     dtype = LIKELIEST.get(name, "float32")
     more = {"linear_num_key_heads": 2} if name in LIKELIEST else {}
     path = checkpoints.make(name, tmp_path, dtype=getattr(torch, dtype), **more)
-    model, reference = driver.load(path, dtype, ranks=2, page_size=PAGE, pages=40), checkpoints.reference(path)
-    try:
+    reference = checkpoints.reference(path)
+    with closing(driver.load(path, dtype, ranks=2, page_size=PAGE, pages=40)) as model:
         assert model.layout.num_kv_heads % 2 == 0
         for kind in (Paged, Masked):
             one = kind(model, prompt_of(170, 170), range(8))
             driver.run(model, [one], 70)
             if dtype == "bfloat16":
-                likely(reference, [(one.tokens[:-70], one.tokens[-70:])], NEAR, SHARE)
+                likely(reference, texts([one]), NEAR, SHARE)
             else:
                 agree(one, *reference.generate(prompt_of(170, 170), 70))
-    finally:
-        model.close()
 
 
 def test_rows_have_their_adapters_beside_states(paths: Callable[[str], Path], tmp_path: Path) -> None:
     """A row with an adapter of attention's products, beside a plain one."""
     path = paths("granite4")
     adapter = adapters.make(tmp_path, path, 7)
-    model = driver.load(path, page_size=PAGE, pages=40, lora_modules={"one": str(adapter)}, max_lora_rank=8)
-    try:
+    loras = {"lora_modules": {"one": str(adapter)}, "max_lora_rank": 8}
+    with closing(driver.load(path, page_size=PAGE, pages=40, **loras)) as model:
         sequences = [Paged(model, prompt_of(170, 1), range(8 * at, 8 * at + 8)) for at in range(2)]
         sequences[1].adapter = model.adapters[0].digest
         driver.run(model, sequences, 40)
@@ -171,8 +162,6 @@ def test_rows_have_their_adapters_beside_states(paths: Callable[[str], Path], tm
         ):
             agree(one, *reference.generate(prompt_of(170, 1), 40))
         assert sequences[0].tokens != sequences[1].tokens
-    finally:
-        model.close()
 
 
 @pytest.mark.parametrize(
@@ -183,8 +172,8 @@ def test_requests_at_once_get_the_reference_tokens(
 ) -> None:
     if ranks > 1 and dtype_of(path) == "bfloat16":
         pytest.skip("its keys have one head")
-    own = {"router.disaggregation": "always" if shape[0] else "auto", "model.tensor_parallel_size": ranks}
-    with LocalCluster(settings_of(path, *shape, **own), tmp_path, patience=200.0) as running:
+    config = settings_of(path, *shape, **{"model.tensor_parallel_size": ranks})
+    with LocalCluster(config, tmp_path, patience=200.0) as running:
         answers = workload.ask_all(running.address, PROMPTS)
         compare(path, PROMPTS, answers, workload.OUTPUT)
         assert not shape[0] or any(answer.work.pages_fetched for answer in answers)
