@@ -14,7 +14,14 @@ from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk, Sampled
 from kvstore.client.transfer import StoreUp
-from tests.decode_worker.test_speculation import DEAR_ROWS, FREE_ROWS, plans_of, steps_of
+from tests.decode_worker.test_speculation import (
+    DEAR_ROWS,
+    EVERY_SHARE,
+    FREE_ROWS,
+    has_the_tokens_without,
+    plans_of,
+    steps_of,
+)
 from tests.decode_worker.test_state import PROMPT, finishes, order, tokens_of
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token, reference
 
@@ -61,20 +68,9 @@ def worker(
     return one
 
 
-@pytest.mark.parametrize("verify_all", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@EVERY_SHARE
 def test_tokens_are_those_without(share: float, verify_all: bool) -> None:
-    draft = Draft(share)
-    one = worker(draft, verify_all=verify_all)
-    steps = steps_of(one, 60)
-    assert tokens_of(one.messages) == reference(PROMPT, 60)
-    stats = one.state.stats().speculation
-    assert stats.draft_tokens > 20
-    if share == 1:
-        assert stats.accepted_tokens == stats.draft_tokens, "its pages hold other tokens than they should"
-        assert steps < 20
-    elif share:
-        assert stats.draft_tokens / 5 < stats.accepted_tokens < stats.draft_tokens
+    has_the_tokens_without(worker(Draft(share), verify_all=verify_all), share, 20)
 
 
 def test_all_sequences_of_a_step_are_drafted_for_together() -> None:

@@ -4,17 +4,15 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from baton.config import DecodeConfig
 from decode_worker.handed_proposals import HandedProposals
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk
 from engine.step.outcome import ScheduledBatch, StepFailed
 from kvstore.client.transfer import StoreUp
-from tests.decode_worker.test_speculation import FREE_ROWS, steps_of
-from tests.decode_worker.test_state import PROMPT, order, tokens_of
-from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token, reference
+from tests.decode_worker.test_speculation import EVERY_SHARE, FREE_ROWS, has_the_tokens_without
+from tests.decode_worker.test_state import PROMPT, order
+from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token
 
 GUESSES = 4
 
@@ -53,17 +51,9 @@ def worker(drafting: Drafting, **more: Any) -> RigWorker:
     return one
 
 
-@pytest.mark.parametrize("verify_all", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@EVERY_SHARE
 def test_tokens_are_those_without(share: float, verify_all: bool) -> None:
-    one = worker(Drafting(share), verify_all=verify_all)
-    steps = steps_of(one, 60)
-    assert tokens_of(one.messages) == reference(PROMPT, 60)
-    stats = one.state.stats().speculation
-    assert stats.draft_tokens > (20 if share else 4)
-    if share == 1:
-        assert stats.accepted_tokens == stats.draft_tokens, "a guess goes on from another token than it should"
-        assert steps < 20
+    has_the_tokens_without(worker(Drafting(share), verify_all=verify_all), share, 20 if share else 4)
 
 
 def test_after_a_step_that_fails_there_are_none() -> None:

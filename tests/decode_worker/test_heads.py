@@ -14,7 +14,7 @@ from engine.step.batch import DrawnRows, HiddenRow
 from engine.step.outcome import ScheduledBatch, StepFailed
 from kvstore.client.transfer import StoreUp
 from tests.decode_worker.load import OnePageEach
-from tests.decode_worker.test_speculation import DEAR_ROWS, FREE_ROWS, steps_of
+from tests.decode_worker.test_speculation import DEAR_ROWS, EVERY_SHARE, FREE_ROWS, has_the_tokens_without, steps_of
 from tests.decode_worker.test_state import PROMPT, order, tokens_of
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token, reference
 
@@ -81,20 +81,9 @@ def seen_by(known: Sequence[int], chunk: Any) -> Iterator[list[int]]:
         yield [*known[: chunk.start], *chunk.tokens][:position]
 
 
-@pytest.mark.parametrize("verify_all", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+@EVERY_SHARE
 def test_tokens_are_those_without(share: float, verify_all: bool) -> None:
-    states = States(share, 1e-4)
-    one = worker(states, verify_all=verify_all)
-    steps = steps_of(one, 60)
-    assert tokens_of(one.messages) == reference(PROMPT, 60)
-    stats = one.state.stats().speculation
-    assert stats.draft_tokens > (20 if share else 4)
-    if share == 1:
-        assert stats.accepted_tokens == stats.draft_tokens, "a guess goes on from another row than it should"
-        assert steps < 20
-    elif share:
-        assert stats.draft_tokens / 5 < stats.accepted_tokens < stats.draft_tokens
+    has_the_tokens_without(worker(States(share, 1e-4), verify_all=verify_all), share, 20 if share else 4)
 
 
 def test_a_sequence_that_is_preempted_goes_on_with_the_same_tokens() -> None:

@@ -83,17 +83,6 @@ def test_every_token_but_the_first_is_scored_before_the_output() -> None:
     assert tokens_of(one, "r") == reference(PROMPT, 4)
 
 
-def test_cached_pages_are_not_used_by_a_request_that_scores_but_kept_once() -> None:
-    one = worker()
-    one.handle(order(PROMPT, 1, "plain", SamplingParams(temperature=0)))
-    one.rig.settle()
-    cached = one.state.blocks.stats().cached
-    one.handle(order(PROMPT, 1, "r"))
-    one.rig.settle()
-    assert scores_of(one, "r") == expected(PROMPT)
-    assert one.state.blocks.stats().cached == cached
-
-
 def test_a_prompt_is_scored_from_no_page_that_another_request_has_made() -> None:
     """Such a page may have other low bits, and which pages are cached is chance."""
     one = worker(max_num_batched_tokens=8)

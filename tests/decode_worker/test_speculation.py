@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -71,6 +72,22 @@ def steps_of(one: RigWorker, count: int, **more: Any) -> int:
     return steps
 
 
+EVERY_SHARE = pytest.mark.parametrize(("share", "verify_all"), list(product((0.0, 0.6, 1.0), (False, True))))
+
+
+def has_the_tokens_without(one: RigWorker, share: float, least: int) -> None:
+    """Run a request whose proposals are right in that share, and of which at least so many are verified."""
+    steps = steps_of(one, 60)
+    assert tokens_of(one.messages) == reference(PROMPT, 60)
+    stats = one.state.stats().speculation
+    assert stats.draft_tokens > least
+    if share == 1:
+        assert stats.accepted_tokens == stats.draft_tokens, "a guess goes on from something else than it should"
+        assert steps < 20
+    elif share:
+        assert stats.draft_tokens / 5 < stats.accepted_tokens < stats.draft_tokens
+
+
 @pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
 def test_tokens_are_those_without(share: float) -> None:
     one = worker(share)
@@ -84,9 +101,8 @@ def test_tokens_are_those_without(share: float) -> None:
     last = [delta for m in one.messages if isinstance(m, msg.Tokens) for delta in m.deltas][-1]
     assert (last.verified, last.accepted) == (stats.draft_tokens, stats.accepted_tokens)
     if share == 1:
-        assert last.saved == pytest.approx(
-            0.01 * stats.accepted_tokens, rel=0.2
-        )  # each saves a step, and rows are free
+        # Each saves a step, and rows are free.
+        assert last.saved == pytest.approx(0.01 * stats.accepted_tokens, rel=0.2)
         assert steps < 20
         assert stats.accepted_tokens == stats.draft_tokens
 
