@@ -60,26 +60,6 @@ def greedy(path: Path, prompt: list[int], count: int) -> list[int]:
     return checkpoints.reference(path).generate(prompt, count)[0]
 
 
-def test_completions(client: openai.OpenAI, lenient: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
-    prompt = tokenizer.encode(PROMPT).ids
-    right = greedy(path, prompt, 24)
-    model = client.models.list().data[0].id
-    for form in (PROMPT, prompt):
-        answer = client.completions.create(model=model, prompt=form, max_tokens=24, **GREEDY)
-        choice: Any = answer.choices[0]
-        assert choice.token_ids == right
-        assert choice.text == tokenizer.decode(right)
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 24)
-    # Its class for completions knows no null as the finish reason, which OpenAI's own streams have.
-    streamed = list(
-        lenient.completions.create(
-            model=model, prompt=PROMPT, max_tokens=24, stream=True, stream_options={"include_usage": True}, **GREEDY
-        )
-    )
-    assert "".join(chunk.choices[0].text for chunk in streamed[:-1]) == tokenizer.decode(right)
-    assert streamed[-1].usage.completion_tokens == 24
-
-
 def test_chat(client: openai.OpenAI, path: Path, tokenizer: Tokenizer) -> None:
     rendered = tokenizer.encode(f"user {PROMPT} assistant", add_special_tokens=False).ids
     right = greedy(path, rendered, 24)

@@ -10,8 +10,6 @@ from baton.client import Client
 from baton.errors import PinNotFound, QuotaExceeded
 from deploy.local import LocalCluster
 from tests.support import checkpoints, workload
-from tests.support.eventually import eventually
-from tests.support.metrics_page import samples, total
 from tests.support.workload import PAGE, PAGE_BYTES
 
 SLOTS = 96  # of the arena, and of either worker's pool
@@ -76,17 +74,3 @@ def test_a_pinned_prefix_outlasts_a_flood(path: Path, cluster: LocalCluster) -> 
         client.unpin("again")
         flood(cluster, 300)
         assert cached(cluster, prefix) == 0
-
-
-def test_a_pin_is_made_anew_when_its_store_dies(cluster: LocalCluster) -> None:
-    prefix = some(PREFIX * PAGE, 1)
-    with Client(cluster.address, cluster.operator) as client:
-        client.pin_prefix(prefix, id="kept", timeout=30)
-        cluster.kill("store-0")
-        cluster.start("store-0")
-        eventually(
-            lambda: total(samples(cluster, "store-0"), "pinned_bytes") == PREFIX * PAGE_BYTES, "the pages pinned"
-        )
-        assert [pin.node for pin in client.pins()] == ["local"]
-        flood(cluster, 100)
-        assert cached(cluster, prefix) == PREFIX

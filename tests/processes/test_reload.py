@@ -118,16 +118,3 @@ def test_another_model_is_refused(cluster: LocalCluster, tmp_path: Path) -> None
                 client.reload_weights(path)
     assert digest(cluster) == before
     assert len(workload.ask(cluster.address, PROMPT).token_ids) == workload.OUTPUT
-
-
-@pytest.mark.native
-def test_a_worker_with_the_old_weights_is_refused(cluster: LocalCluster, path: Path, other: Path) -> None:
-    """It was started anew with the configuration of before."""
-    load(cluster, other)
-    cluster.kill("decode-1")
-    cluster.start("decode-1")
-    log = Path(cluster.config.cluster.log_dir) / "router.log"
-    eventually(lambda: "rejected decode-1: namespace.model is" in log.read_text(), what="a refusal")
-    load(cluster, path)
-    cluster.wait_live(["decode-1"])
-    assert workload.ask(cluster.address, PROMPT).token_ids == checkpoints.reference(path).generate(PROMPT, 24)[0]
