@@ -140,13 +140,9 @@ def test_a_draft_of_vllm_that_does_not_fit_is_refused_by_name(
     ],
 )
 def test_what_vllm_is_not_told_of_a_draft_is_refused_by_name(change: dict[str, object], why: str) -> None:
-    own = {"method": "eagle", "model": "m", "num_speculative_tokens": 3} | change
-    with pytest.raises(ConfigError, match=why):
-        load(None, {"model.speculative_config": own})
-
-
-def test_one_kind_of_draft_is_named() -> None:
     own = {"method": "eagle", "model": "m", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match=why):
+        load(None, {"model.speculative_config": own | change})
     with pytest.raises(ConfigError, match=r"model\.draft_model is 'd' and model\.speculative_config is .*name one of"):
         load(None, {"model.speculative_config": own, "model.draft_model": "d"})
 

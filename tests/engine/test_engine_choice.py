@@ -146,40 +146,6 @@ def test_ranks_share_states_evenly(
     assert bool(reason) == bool(lack)
 
 
-def test_both_roles_have_as_many_ranks_for_states(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GRANITE))
-    own = {"pages.page_size": 64, "model.numerics": "mixed", "decode.tensor_parallel_size": 2}
-    lack = engine_facts(load(None, own), tmp_path, ["cpu"], RIGHT).vllm_lack
-    assert "states of 1 ranks are not handed over to 2" in lack
-    assert not engine_facts(load(None, own | {"cluster.prefill": 0}), tmp_path, ["cpu"], RIGHT).vllm_lack
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_key_value_heads": 2}))
-    assert not engine_facts(load(None, own), tmp_path, ["cpu"], RIGHT).vllm_lack
-
-
-@pytest.mark.parametrize(
-    ("config", "setting", "reason"),
-    [
-        (GRANITE, {"model.kv_cache_dtype": "fp8"}, "stand beside pages in the model's dtype only"),
-        (MAMBA2, {"model.kv_cache_dtype": "fp8"}, "stand beside pages in the model's dtype only"),
-        (GRANITE, {"model.speculation": "ngram"}, "recurrent states can't go back behind a wrong proposal"),
-        (MAMBA2, {"model.lora_modules": {"one": "somewhere"}}, "Mamba 2 without LoRA adapters"),
-        (MAMBA2, {"model.max_loras": 2}, "Mamba 2 without LoRA adapters"),
-        (QWEN3_NEXT | {"num_experts": 4}, {"model.max_loras": 2}, "Triton"),
-        (GPT_OSS | {"num_local_experts": 4}, {"model.lora_modules": {"one": "somewhere"}}, "Triton"),
-    ],
-)
-def test_what_states_and_groups_exclude_is_refused_before_anything_starts(
-    config: dict[str, Any], setting: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cluster asks this before it starts (`deploy.control_plane.checkpoint`), as does each worker."""
-    monkeypatch.setattr(requirements, "cpu_description", lambda: "avx512_bf16")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    own = {"pages.page_size": 1056, "model.max_model_len": 64}
-    for more in ({}, setting):
-        lack = engine_facts(load(None, own | more), tmp_path, ["cpu"], RIGHT).vllm_lack
-        assert (reason in lack) if more else not lack
-
-
 def test_a_page_of_states_holds_one_state_of_all_layers() -> None:
     page = largest_page(MAMBA2, "bfloat16", 32, "auto")
     assert page.page_bytes == 64 * (3 * (256 + 2 * 16) * 2 + 256 * 16 * 4)
@@ -190,24 +156,6 @@ def test_a_page_of_states_holds_one_state_of_all_layers() -> None:
     assert [group_layers(layers) for layers in (24, 64, 96, 67)] == [1, 1, 2, 67]
 
 
-def test_a_model_that_names_no_context_needs_a_bound(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MAMBA2))
-    unbounded = load(None, {"pages.page_size": 32})
-    assert "model.max_model_len" in engine_facts(unbounded, tmp_path, ["cpu"], RIGHT).vllm_lack
-    bounded = load(None, {"pages.page_size": 32, "model.max_model_len": 512})
-    assert not engine_facts(bounded, tmp_path, ["cpu"], RIGHT).vllm_lack
-
-
-@pytest.mark.parametrize(("name", "value"), [("quantization", "fp8"), ("enable_expert_parallel", True)])
-def test_what_vllm_has_on_gpus_alone(name: str, value: object, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    config = load(None, {f"model.{name}": value, "pages.page_size": 32})
-    for device in ("cpu", "cuda"):
-        facts = engine_facts(config, tmp_path, [device], RIGHT)
-        assert f"model.{name} is" in facts.native_lack
-        assert (f"model.{name}" in facts.vllm_lack) == (device == "cpu"), facts.vllm_lack
-
-
 def test_sequences_can_not_be_longer_than_the_context(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     engine_facts(load(None, {"model.max_model_len": 128}), tmp_path, ["cpu"], RIGHT)
@@ -215,84 +163,77 @@ def test_sequences_can_not_be_longer_than_the_context(tmp_path: Path) -> None:
         engine_facts(load(None, {"model.max_model_len": 129}), tmp_path, ["cpu"], RIGHT)
 
 
-def test_vllm_does_not_recompute_pages(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    config = load(None, {"pages.recompute_share": 0.1})
-    assert "pages.recompute_share" in engine_facts(config, tmp_path, ["cuda"], RIGHT).vllm_lack
-    assert not engine_facts(load(None, {}), tmp_path, ["cuda"], RIGHT).vllm_lack
-
-
-def test_proposals_need_a_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    config = load(None, {"model.speculation": "ngram", "pages.page_size": 32})
-    facts = engine_facts(config, tmp_path, ["cpu"], RIGHT)
-    assert not facts.native_lack
-    assert not facts.vllm_lack
-    assert "model.speculation is ngram, and on a GPU" in engine_facts(config, tmp_path, ["cuda"], RIGHT).vllm_lack
-    assert "model.speculation" in engine_facts(config, tmp_path, ["cuda"], RIGHT).native_lack
-    without = load(None, {"model.speculation": "ngram", "model.native": False})
-    assert "model.speculation" in engine_facts(without, tmp_path, ["cpu"], RIGHT).native_lack
-
-
-@pytest.mark.parametrize(
-    ("config", "setting", "value", "why"),
-    [
-        (MLA, "pages.page_size", 16, "latents"),
-        (GRANITE, "pages.page_size", 64, "recurrent states"),
-        (LLAMA, "model.numerics", "mixed", "model.numerics is mixed"),
-    ],
-)
-def test_what_vllm_verifies_no_proposals_of(
-    config: dict[str, Any], setting: str, value: object, why: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = load(None, {"model.draft_model": "m", "pages.page_size": 32, setting: value})
-    assert f"model.draft_model is set, and {why}" in engine_facts(settings, tmp_path, ["cpu"], RIGHT).vllm_lack
-
-
-def test_heads_need_our_own_engine_on_a_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    config = load(None, {"model.speculation_heads": "h", "pages.page_size": 32})
-    facts = engine_facts(config, tmp_path, ["cpu"], RIGHT)
-    assert not facts.native_lack
-    assert "model.speculation_heads is set, and only our own engine has heads" in facts.vllm_lack
-    assert "only those for CPUs" in engine_facts(config, tmp_path, ["cuda"], RIGHT).native_lack
-
-
+LARGE = {"pages.page_size": 1056, "model.max_model_len": 64}
+ROLES = {"pages.page_size": 64, "model.numerics": "mixed", "decode.tensor_parallel_size": 2}
+FP8, LORA = {"model.kv_cache_dtype": "fp8"}, {"model.lora_modules": {"one": "somewhere"}}
+MIXED, NGRAM = {"model.numerics": "mixed"}, {"model.speculation": "ngram"}
+SPREAD = {"model.enable_expert_parallel": True}
+MODEL, HEADS = {"model.draft_model": "m"}, {"model.speculation_heads": "h"}
 DRAFT = {"model.speculative_config": {"method": "eagle", "model": "m", "num_speculative_tokens": 3}}
-
-
-def test_vllms_drafts_need_its_runner_on_a_cpu(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    config = load(None, {**DRAFT, "pages.page_size": 32})
-    facts = engine_facts(config, tmp_path, ["cpu"], RIGHT)
-    assert "model.speculative_config names a draft" in facts.native_lack
-    assert not facts.vllm_lack
-    assert "model.speculative_config is set, and on a GPU" in engine_facts(config, tmp_path, ["cuda"], RIGHT).vllm_lack
+NO_DRAFT = "model.speculative_config is set, and "
+GROUPS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
 
 
 @pytest.mark.parametrize(
-    ("config", "setting", "why"),
+    ("config", "settings", "device", "native", "vllm"),
     [
-        (MLA, {"pages.page_size": 16}, "latents"),
-        (GRANITE, {"pages.page_size": 64}, "recurrent states"),
-        (LLAMA, {"model.numerics": "mixed"}, "model.numerics is mixed"),
-        (LLAMA, {"model.max_loras": 1}, "with LoRA adapters vLLM's drafts were not tried"),
-        (LLAMA, {"model.kv_cache_dtype": "fp8"}, "with model.kv_cache_dtype fp8 vLLM's drafts were not tried"),
-        (LLAMA, {"model.tensor_parallel_size": 2}, "on 2 ranks vLLM's drafts were not tried"),
+        (GRANITE, ROLES, "cpu", None, "states of 1 ranks are not handed over to 2"),
+        (GRANITE, ROLES | {"cluster.prefill": 0}, "cpu", None, ""),
+        (LLAMA | {"num_key_value_heads": 2}, ROLES, "cpu", None, ""),
+        (GRANITE, LARGE, "cpu", None, ""),
+        (GRANITE, LARGE | FP8, "cpu", None, "stand beside pages in the model's dtype only"),
+        (GRANITE, LARGE | NGRAM, "cpu", None, "recurrent states can't go back behind a wrong proposal"),
+        (MAMBA2, LARGE, "cpu", None, ""),
+        (MAMBA2, LARGE | FP8, "cpu", None, "stand beside pages in the model's dtype only"),
+        (MAMBA2, LARGE | LORA, "cpu", None, "Mamba 2 without LoRA adapters"),
+        (MAMBA2, LARGE | {"model.max_loras": 2}, "cpu", None, "Mamba 2 without LoRA adapters"),
+        (MAMBA2, {}, "cpu", None, "model.max_model_len"),  # it names no context
+        (MAMBA2, {"model.max_model_len": 512}, "cpu", None, ""),
+        (QWEN3_NEXT | {"num_experts": 4}, LARGE, "cpu", None, ""),
+        (QWEN3_NEXT | {"num_experts": 4}, LARGE | {"model.max_loras": 2}, "cpu", None, "Triton"),
+        (GPT_OSS | {"num_local_experts": 4}, LARGE, "cpu", None, ""),
+        (GPT_OSS | {"num_local_experts": 4}, LARGE | LORA, "cpu", None, "Triton"),
+        (LLAMA, {"model.quantization": "fp8"}, "cpu", "model.quantization is", "model.quantization"),
+        (LLAMA, {"model.quantization": "fp8"}, "cuda", "model.quantization is", ""),
         (
-            LLAMA | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
-            {},
-            "the model's layers form groups",
+            LLAMA,
+            {"model.enable_expert_parallel": True},
+            "cpu",
+            "model.enable_expert_parallel is",
+            "model.enable_expert",
         ),
+        (LLAMA, {"model.enable_expert_parallel": True}, "cuda", "model.enable_expert_parallel is", ""),
+        (LLAMA, {"pages.recompute_share": 0.1}, "cuda", None, "pages.recompute_share"),
+        (LLAMA, {}, "cuda", None, ""),
+        (LLAMA, NGRAM, "cpu", "", ""),
+        (LLAMA, NGRAM, "cuda", "model.speculation", "model.speculation is ngram, and on a GPU"),
+        (LLAMA, NGRAM | {"model.native": False}, "cpu", "model.speculation", None),
+        (MLA, MODEL | {"pages.page_size": 16}, "cpu", None, "model.draft_model is set, and latents"),
+        (GRANITE, MODEL | {"pages.page_size": 64}, "cpu", None, "model.draft_model is set, and recurrent states"),
+        (LLAMA, MODEL | MIXED, "cpu", None, "model.draft_model is set, and model.numerics is mixed"),
+        (LLAMA, HEADS, "cpu", "", "model.speculation_heads is set, and only our own engine has heads"),
+        (LLAMA, HEADS, "cuda", "only those for CPUs", None),
+        (LLAMA, DRAFT, "cpu", "model.speculative_config names a draft", ""),
+        (LLAMA, DRAFT, "cuda", None, NO_DRAFT + "on a GPU"),
+        (MLA, DRAFT | {"pages.page_size": 16}, "cpu", None, NO_DRAFT + "latents"),
+        (GRANITE, DRAFT | {"pages.page_size": 64}, "cpu", None, NO_DRAFT + "recurrent states"),
+        (LLAMA, DRAFT | MIXED, "cpu", None, NO_DRAFT + "model.numerics is mixed"),
+        (LLAMA, DRAFT | {"model.max_loras": 1}, "cpu", None, NO_DRAFT + "with LoRA adapters vLLM's drafts were not"),
+        (LLAMA, DRAFT | FP8, "cpu", None, NO_DRAFT + "with model.kv_cache_dtype fp8 vLLM's drafts were not tried"),
+        (LLAMA, DRAFT | {"model.tensor_parallel_size": 2}, "cpu", None, NO_DRAFT + "on 2 ranks vLLM's drafts were not"),
+        (LLAMA | GROUPS, DRAFT, "cpu", None, NO_DRAFT + "the model's layers form groups"),
     ],
 )
-def test_what_vllm_has_no_drafts_for(
-    config: dict[str, Any], setting: dict[str, object], why: str, tmp_path: Path
-) -> None:
+def test_what_an_engine_lacks_for_settings(
+    config: dict[str, Any], settings: dict[str, Any], device: str, native: str | None, vllm: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A cluster asks this before it starts (`deploy.control_plane.checkpoint`), as does each worker."""
+    monkeypatch.setattr(requirements, "cpu_description", lambda: f"{AVX512} avx512_bf16")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = load(None, {**DRAFT, "pages.page_size": 32, **setting})
-    assert f"model.speculative_config is set, and {why}" in engine_facts(settings, tmp_path, ["cpu"], RIGHT).vllm_lack
+    facts = engine_facts(load(None, {"pages.page_size": 32} | settings), tmp_path, [device], RIGHT)
+    for says, lack in ((native, facts.native_lack), (vllm, facts.vllm_lack)):
+        assert says is None or (says in lack and bool(says) == bool(lack)), lack
 
 
 def test_vllms_second_runner_verifies_no_proposals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -288,10 +288,11 @@ def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     write(model_type="gpt2")
     with pytest.raises(UnsupportedModel, match="'gpt2'; heads are of 'mlp_speculator', 'medusa', 'llama', 'qwen2'"):
         check(other)
+    write(architectures=["LlamaForCausalLMEagle3"], model_type="llama")
+    with pytest.raises(UnsupportedModel, match="heads of EAGLE-3"):
+        check(other)
     write(vocab_size=4_000)
-    with pytest.raises(
-        ConfigError, match="is for 4000 tokens and a hidden size of 192, and the model has 2113 and 192"
-    ):
+    with pytest.raises(ConfigError, match="is for 4000 tokens and a hidden size of 192, and the model has 2113 and"):
         check(other)
     for name, value in (
         ("n_predict", 17),
@@ -336,21 +337,6 @@ def test_a_map_to_tokens_that_there_are_not_is_refused(tmp_path: Path) -> None:
         save_file(tensors | {"token_map": torch.tensor(known)}, other / "model.safetensors")
         with pytest.raises(CorruptWeights, match=f"token_map names tokens that are not below {config['vocab_size']}"):
             heads.load(other, torch.float32, PlainLinears(), engine_of(1, 1))
-
-
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "heads of EAGLE-3"),
-        ({"num_hidden_layers": 2}, "has 2 layers, and EAGLE's heads have one"),
-    ],
-)
-def test_layers_of_another_kind_are_refused(tmp_path: Path, more: dict[str, object], why: str) -> None:
-    other = first_heads("eagle", tmp_path)
-    config = json.loads((other / "config.json").read_text()) | more
-    (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModel, match=why):
-        heads.load_spec(other)
 
 
 @pytest.mark.parametrize(

@@ -187,10 +187,24 @@ def test_a_prefill_worker_without_a_head_is_smaller():
     assert whole - without > 4_000 * 512 * 4
 
 
+def said(*argv: str) -> str:
+    return " ".join(CliRunner().invoke(app, argv).output.split())
+
+
+def size(*argv: str) -> Any:
+    return json.loads(CliRunner().invoke(app, argv).stdout)
+
+
+def refusal(*argv: str) -> str:
+    result = CliRunner().invoke(app, argv)
+    assert result.exit_code == 1
+    return result.output
+
+
 def test_what_fits(tmp_path: Path) -> None:
     write(tmp_path / "model", "LlamaForCausalLM", False, 2)
     argv = ["size", str(tmp_path / "model"), "--context", "1024", "--concurrency", "4", "--device", "cpu", "--json"]
-    sizes = json.loads(CliRunner().invoke(app, [*argv, "--memory", "1GiB"]).stdout)
+    sizes = size(*argv, "--memory", "1GiB")
     assert sizes["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4
     assert sizes["decode"]["pages"] == 4 * 1_024 * sizes["kv_bytes_per_token"]
     assert sizes["decode"]["total"] == sum(
@@ -198,24 +212,18 @@ def test_what_fits(tmp_path: Path) -> None:
     )
     room = 2**30 - (sizes["decode"]["total"] - sizes["decode"]["pages"])
     assert sizes["fits"] == room // sizes["page_bytes"] // 64
-    result = CliRunner().invoke(app, ["size", str(tmp_path / "model"), "--context", "5000"])
-    assert result.exit_code == 1
-    assert "more than the model's 4096" in result.output
+    assert "more than the model's 4096" in refusal("size", str(tmp_path / "model"), "--context", "5000")
 
 
 def test_what_fits_into_one_of_two_ranks(tmp_path: Path) -> None:
     write(tmp_path / "model", "LlamaForCausalLM", False, 2)
     argv = ["size", str(tmp_path / "model"), "--context", "1024", "--device", "cpu", "--memory", "1GiB", "--json"]
-    whole, rank = (
-        json.loads(CliRunner().invoke(app, [*argv, "--tensor-parallel-size", ranks]).stdout) for ranks in ("1", "2")
-    )
+    whole, rank = (size(*argv, "--tensor-parallel-size", ranks) for ranks in ("1", "2"))
     for part in ("weights", "pages"):
         assert rank["decode"][part] * 2 == whole["decode"][part]
     assert rank["decode"]["activations"] == whole["decode"]["activations"]
     assert rank["fits"] > 2 * whole["fits"]
-    result = CliRunner().invoke(app, [*argv, "--tensor-parallel-size", "4"])
-    assert result.exit_code == 1
-    assert "4 ranks can't share 2 KV heads" in result.output
+    assert "4 ranks can't share 2 KV heads" in refusal(*argv, "--tensor-parallel-size", "4")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -224,14 +232,14 @@ def test_what_fits_into_the_largest_of_two_stages(tied: bool, tmp_path: Path) ->
     write(tmp_path / "model", "LlamaForCausalLM", tied, 5)
     argv = ["size", str(tmp_path / "model"), "--context", "1024", "--device", "cpu", "--memory", "1GiB", "--json"]
     whole, half, stage, rank = (
-        json.loads(CliRunner().invoke(app, [*argv, *more]).stdout)
+        size(*argv, *more)
         for more in (
             [], ["--tensor-parallel-size", "2"], ["--pipeline-parallel-size", "2"],
             ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "2"],
         )
     )  # fmt: skip
     write(tmp_path / "smaller", "LlamaForCausalLM", tied, 3)
-    smaller = json.loads(CliRunner().invoke(app, [argv[0], str(tmp_path / "smaller"), *argv[2:]]).stdout)
+    smaller = size(argv[0], str(tmp_path / "smaller"), *argv[2:])
     layer = (whole["decode"]["weights"] - smaller["decode"]["weights"]) // 2
     assert stage["decode"]["weights"] == 3 * layer + 4_000 * 512 * 4
     assert rank["decode"]["weights"] * 2 == stage["decode"]["weights"]
@@ -239,9 +247,7 @@ def test_what_fits_into_the_largest_of_two_stages(tied: bool, tmp_path: Path) ->
     assert rank["page_bytes"] * 2 == stage["page_bytes"]
     assert half["pool"] == stage["pool"] == rank["pool"] == whole["pool"] == whole["decode"]["pages"]
     assert (stage["ranks"], rank["ranks"]) == (2, 4)
-    result = CliRunner().invoke(app, [*argv, "--pipeline-parallel-size", "6"])
-    assert result.exit_code == 1
-    assert "6 stages can't share 5 layers" in result.output
+    assert "6 stages can't share 5 layers" in refusal(*argv, "--pipeline-parallel-size", "6")
 
 
 def test_what_fits_with_layers_in_groups(tmp_path: Path) -> None:
@@ -253,20 +259,16 @@ def test_what_fits_with_layers_in_groups(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     argv = ["size", str(tmp_path), "--device", "cpu", "--memory", "1GiB", "--page-size", "32", "--context", "1024"]
-    whole, groups = (
-        json.loads(CliRunner().invoke(app, [*argv, "--json", "--engine", engine]).stdout)
-        for engine in ("native", "vllm")
-    )
+    whole, groups = (size(*argv, "--json", "--engine", engine) for engine in ("native", "vllm"))
     assert groups["page_bytes"] * 4 == whole["page_bytes"]
     assert groups["pages"] == 8 * (32 + 3 * 4)
     assert whole["pages"] == 8 * 32
     assert groups["prefill"]["pages"] == whole["prefill"]["pages"]
     assert groups["fits"] > 2.8 * whole["fits"]
-    assert "--engine vllm --set" in " ".join(CliRunner().invoke(app, [*argv, "--engine", "vllm"]).output.split())
-    result = CliRunner().invoke(app, [*argv, "--pipeline-parallel-size", "2"])
-    assert "stages don't divide" in " ".join(result.output.split())
-    on_gpu = CliRunner().invoke(app, [*argv[:2], "--device", "cuda", *argv[4:], "--pipeline-parallel-size", "2"])
-    assert "on a CPU only" in " ".join(on_gpu.output.split())
+    assert "--engine vllm --set" in said(*argv, "--engine", "vllm")
+    staged = [*argv, "--pipeline-parallel-size", "2"]
+    assert "stages don't divide" in said(*staged)
+    assert "on a CPU only" in said(*staged[:2], "--device", "cuda", *staged[4:])
 
 
 @pytest.mark.parametrize(
@@ -288,38 +290,32 @@ def test_what_fits_of_models_that_vllm_alone_knows(
     (tmp_path / "model.safetensors").write_bytes(bytes(6_000))
     argv = ["size", str(tmp_path), "--device", "cpu", "--memory", "1GiB", "--context", "1000"]
     argv += ["--tensor-parallel-size", str(ranks)]
-    sizes = json.loads(CliRunner().invoke(app, [*argv, "--page-size", "64", "--json"]).stdout)
+    sizes = size(*argv, "--page-size", "64", "--json")
     assert (sizes["kv_bytes_per_token"], sizes["page_bytes"], sizes["snapshot_bytes"]) == (token, page, snapshot)
     assert sizes["pages"] == 8 * pages
     assert sizes["decode"]["pages"] == 8 * pages * page
     assert sizes["pool"] == sizes["decode"]["pages"] * ranks
     assert sizes["decode"]["weights"] * ranks == 6_000
     assert sizes["fits"] == (2**30 - sizes["decode"]["total"] + sizes["decode"]["pages"]) // page // pages
-    assert ("of states behind a page" in CliRunner().invoke(app, [*argv, "--page-size", "64"]).output) == bool(snapshot)
-    refused = CliRunner().invoke(app, [*argv, "--page-size", "16"])
-    assert "--set pages.page_size=" in " ".join(refused.output.split())
+    assert ("of states behind a page" in said(*argv, "--page-size", "64")) == bool(snapshot)
+    assert "--set pages.page_size=" in said(*argv, "--page-size", "16")
 
 
 def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
     write(tmp_path / "model", "LlamaForCausalLM", False, 2)
     argv = ["size", str(tmp_path / "model"), "--device", "cpu", "--memory", "1GiB", "--dtype", "bfloat16"]
-    plain, fp8 = (
-        json.loads(CliRunner().invoke(app, [*argv, "--json", "--kv-cache-dtype", held]).stdout)
-        for held in ("auto", "fp8_e5m2")
-    )
+    plain, fp8 = (size(*argv, "--json", "--kv-cache-dtype", held) for held in ("auto", "fp8_e5m2"))
     assert fp8["kv_dtype"] == "float8_e5m2"
     assert fp8["page_bytes"] * 2 == plain["page_bytes"]
     assert fp8["decode"]["pages"] * 2 == plain["decode"]["pages"]
     assert fp8["decode"]["weights"] == plain["decode"]["weights"]
     assert fp8["fits"] == pytest.approx(2 * plain["fits"], abs=1)
-    output = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp8_e5m2", "--page-size", "32"]).output
+    output = said(*argv, "--kv-cache-dtype", "fp8_e5m2", "--page-size", "32")
     settings = "--set model.dtype=bfloat16 --set model.kv_cache_dtype=fp8_e5m2 --set pages.page_size=32"
-    assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in " ".join(output.split())
+    assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in output
     for held in ("int8", "fp8"):
-        coded = json.loads(CliRunner().invoke(app, [*argv, "--json", "--kv-cache-dtype", held]).stdout)
+        coded = size(*argv, "--json", "--kv-cache-dtype", held)
         assert (coded["kv_dtype"], coded["page_bytes"]) == (held, plain["page_bytes"] * (64 + 4) // (64 * 2))
     ranks = [*argv, "--json", "--kv-cache-dtype", "fp8", "--tensor-parallel-size", "2"]  # vLLM's, without scales
-    assert json.loads(CliRunner().invoke(app, ranks).stdout)["page_bytes"] * 4 == plain["page_bytes"]
-    result = CliRunner().invoke(app, [*argv, "--kv-cache-dtype", "fp4"])
-    assert result.exit_code == 1
-    assert "'fp4'" in result.output
+    assert size(*ranks)["page_bytes"] * 4 == plain["page_bytes"]
+    assert "'fp4'" in refusal(*argv, "--kv-cache-dtype", "fp4")

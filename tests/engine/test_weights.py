@@ -145,17 +145,10 @@ def test_tensors_that_the_config_does_not_ask_for(
         load(llama, head)
 
 
-@pytest.mark.parametrize("size", [0, 4, 100, 50_000])
-def test_a_truncated_file(size: int, llama: Path):
+@pytest.mark.parametrize("left", [0, 4, 100, 50_000, b"\x80\x04pickle", b"\xff" * 4096, b"<html>not found</html>" * 9])
+def test_a_file_that_is_truncated_or_no_safetensors(left: int | bytes, llama: Path):
     file = llama / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(CorruptWeights, match=r"model\.safetensors"):
-        load(llama)
-
-
-@pytest.mark.parametrize("garbage", [b"\x80\x04pickle", b"\xff" * 4096, b"<html>not found</html>" * 9])
-def test_a_file_that_is_no_safetensors(garbage: bytes, llama: Path):
-    (llama / "model.safetensors").write_bytes(garbage)
+    file.write_bytes(file.read_bytes()[:left] if isinstance(left, int) else left)
     with pytest.raises(CorruptWeights, match=r"model\.safetensors"):
         load(llama)
 
@@ -173,15 +166,10 @@ def test_a_missing_shard(sharded: Path):
         load(sharded)
 
 
-@pytest.mark.parametrize(
-    "weight_map",
-    [
-        {"model.norm.weight": "../elsewhere.safetensors"},
-        {"model.norm.weight": "/etc/passwd"},
-        ["model.norm.weight"],
-        None,
-    ],
-)
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize("weight_map", [{NORM: "../elsewhere.safetensors"}, {NORM: "/etc/passwd"}, [NORM], None])
 def test_an_index_that_can_not_be_trusted(weight_map: object, sharded: Path):
     edit(sharded / "model.safetensors.index.json", {"weight_map": weight_map})
     with pytest.raises(CorruptWeights, match=r"model\.safetensors\.index\.json"):
