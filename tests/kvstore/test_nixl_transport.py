@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -16,7 +15,7 @@ from baton.peer_protocol import FetchHeartbeat, FetchStatus, FetchUnavailable, N
 from kvstore.checksum import page_checksum
 from kvstore.transport import interface
 from kvstore.transport.nixl_transport import NixlTransport, _Agent
-from tests.kvstore.test_zmq_transport import PAGE, SLOTS, Store
+from tests.kvstore.test_zmq_transport import PAGE, SLOTS, Store, stores_of
 
 try:
     import nixl._api  # noqa: F401
@@ -30,14 +29,7 @@ needs_nixl = pytest.mark.skipif(not HAVE, reason="the package nixl is not instal
 
 @pytest.fixture
 def stores() -> Iterator[Callable[..., Store]]:
-    with ExitStack() as cleanup:
-
-        def make(name: str, **options: object) -> Store:
-            store = Store(name, kind=NixlTransport, **options)  # type: ignore[arg-type]
-            cleanup.callback(store.close)
-            return store
-
-        yield make
+    yield from stores_of(NixlTransport)
 
 
 def test_without_the_package_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,9 @@ import pytest
 from baton.messages import AttemptHeld, PagesPinned, PinPages
 from kvstore.arena.host_page_pool import HostPage, HostPagePool, SlotReservation
 from kvstore.server.pins import PinnedPrefixes
+from tests.kvstore.chains import key, keys
 
 SLOTS, PAGE_BYTES, QUOTA = 10, 100, 600
-
-
-def key(name: str) -> bytes:
-    return name.encode().ljust(16, b".")
-
-
-def chain(names: str) -> list[bytes]:
-    """`ab` stands for two pages, the second below the first: a page's name is its whole prefix."""
-    return [key(names[: i + 1]) for i in range(len(names))]
 
 
 class Table:
@@ -24,7 +16,7 @@ class Table:
         self.pins = PinnedPrefixes(self.pages, PAGE_BYTES, QUOTA)
 
     def write(self, names: str) -> None:
-        claimed = self.pages.reserve("w", b"", chain(names))
+        claimed = self.pages.reserve("w", b"", keys(names))
         assert isinstance(claimed, list)
         for each in claimed:
             if isinstance(each, SlotReservation):
@@ -35,7 +27,7 @@ class Table:
     def pin(
         self, name: str, names: str, tenant: str = "", ttl_ms: int = 1_000, now: float = 0.0, router: str = "r1"
     ) -> PagesPinned:
-        answer, _ = self.pins.pin(PinPages(name, tenant, b"".join(chain(names)), ttl_ms), router, now)
+        answer, _ = self.pins.pin(PinPages(name, tenant, b"".join(keys(names)), ttl_ms), router, now)
         self.pages.validate()
         return answer
 
@@ -63,7 +55,7 @@ def test_what_is_pinned_outlasts_a_flood_until_its_time_is_over(table: Table) ->
     assert table.pin("p", "abc") == PagesPinned("p", 3)
     table.flood()
     assert table.pages.find(key("x")) is None
-    assert all(table.pages.find(each) for each in chain("abc"))
+    assert all(table.pages.find(each) for each in keys("abc"))
     table.pins.tick(0.999)
     assert (len(table.pins), table.pins.bytes) == (1, 3 * PAGE_BYTES)
     table.pins.tick(1.0)

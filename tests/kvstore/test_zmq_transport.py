@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import msgspec
 import pytest
@@ -58,16 +58,7 @@ class Store:
         for order in orders:
             self.transport.submit(order)
 
-    def ask(
-        self,
-        other: Store,
-        *requests: peers.FetchPages
-        | peers.FetchCredit
-        | peers.ChecksumMismatch
-        | peers.CancelFetch
-        | peers.FetchHeartbeat,
-        at: str = "",
-    ) -> None:
+    def ask(self, other: Store, *requests: peers.PageRequest, at: str = "") -> None:
         source = PageSource(other.name, at or other.transport.endpoint, 0)
         self.do(*(tr.AskPeer(source, request) for request in requests))
 
@@ -129,16 +120,15 @@ def _page(seed: int, size: int) -> bytes:
     return (word * (size // len(word) + 1))[:size]
 
 
+def stores_of(kind: type[ZmqTransport]) -> Iterator[Callable[..., Store]]:
+    """The body of a fixture: what makes stores, which are closed at the end."""
+    with ExitStack() as cleanup:
+        yield lambda name, **options: cleanup.enter_context(closing(Store(name, kind=kind, **options)))
+
+
 @pytest.fixture
 def stores() -> Iterator[Callable[..., Store]]:
-    with ExitStack() as cleanup:
-
-        def make(name: str, **options: object) -> Store:
-            store = Store(name, **options)  # type: ignore[arg-type]
-            cleanup.callback(store.close)
-            return store
-
-        yield make
+    yield from stores_of(ZmqTransport)
 
 
 @pytest.mark.parametrize("page", [1_024, 65_536, PAGE, 2**21])
@@ -240,13 +230,7 @@ def test_slots_are_checked(stores: Callable[..., Store]) -> None:
 @pytest.fixture
 def relays() -> Iterator[Callable[[Store], Relay]]:
     with ExitStack() as cleanup:
-
-        def make(store: Store) -> Relay:
-            relay = Relay(store.transport.endpoint)
-            cleanup.callback(relay.close)
-            return relay
-
-        yield make
+        yield lambda store: cleanup.enter_context(closing(Relay(store.transport.endpoint)))
 
 
 def test_a_bit_flipped_on_the_wire_ends_its_connection_and_a_new_one_follows(
