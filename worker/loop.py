@@ -115,16 +115,9 @@ class WorkerLoop:
         self.num_pages = runner.num_pages
         longest = min(runner.max_positions, config.model.max_model_len or runner.max_positions)
         self.calibration = calibrate(
-            *(
-                lambda chunks: runner.launch(chunks).wait().seconds,
-                self.clock.now,
-                config.pages.page_size,
-                self.num_pages,
-            ),
-            longest,
-            decodes=role == "decode",
-            most_rows=config.decode.max_num_seqs,
-        )
+            lambda chunks: runner.launch(chunks).wait().seconds, self.clock.now, config.pages.page_size,
+            self.num_pages, longest, decodes=role == "decode", most_rows=config.decode.max_num_seqs,
+        )  # fmt: skip
         self._page_size = config.pages.page_size
         self._mover = runner.mover(verify=config.store.verify_pages)
         self._model = config.model.served_name

@@ -25,7 +25,8 @@ _BATCHES = 1_000  # kept for a subscriber that does not read; past it they are d
 _ANSWERS = 128  # messages kept for a follower that does not read: the rest waits with its owner
 _QUESTIONS = 64  # kept of one follower
 _QUESTION_BYTES = 1_024
-_PING, _PONG = 5_000, 15_000  # milliseconds: a follower that is gone or stuck keeps nothing for longer
+_GONE = ((zmq.HEARTBEAT_IVL, 5_000), (zmq.HEARTBEAT_TIMEOUT, 15_000))
+"""Milliseconds: a follower that is gone or stuck keeps nothing for longer."""
 
 
 class Publisher:
@@ -33,10 +34,7 @@ class Publisher:
 
     def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
         """Raises PortInUse or StartupError."""
-        self._socket = configure(zmq.Context.instance().socket(zmq.PUB))
-        self._socket.setsockopt(zmq.SNDHWM, _BATCHES)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG)
+        self._socket = configure(zmq.Context.instance().socket(zmq.PUB), (zmq.SNDHWM, _BATCHES), *_GONE)
         self.endpoint = bind(self._socket, endpoint)
 
     def send(self, topic: bytes, sequence: int, payload: bytes) -> None:
@@ -50,9 +48,8 @@ class Subscriber:
     """The router's ear for the KV events of one source: asyncio."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB))
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        _connect(self._socket, endpoint)
+        self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.SUB), (zmq.SUBSCRIBE, b""))
+        connect(self._socket, endpoint)
         self._periodic_yield = PeriodicYield()
         self.malformed = 0
 
@@ -74,12 +71,10 @@ class ReplayServer:
 
     def __init__(self, endpoint: str = "tcp://127.0.0.1:0") -> None:
         """Raises PortInUse or StartupError."""
-        self.socket = configure(zmq.Context.instance().socket(zmq.ROUTER))
-        for option, value in (
-            (zmq.SNDHWM, _ANSWERS), (zmq.RCVHWM, _QUESTIONS), (zmq.MAXMSGSIZE, _QUESTION_BYTES),
-            (zmq.HEARTBEAT_IVL, _PING), (zmq.HEARTBEAT_TIMEOUT, _PONG), (zmq.ROUTER_MANDATORY, 1),
-        ):  # fmt: skip
-            self.socket.setsockopt(option, value)
+        self.socket = configure(
+            zmq.Context.instance().socket(zmq.ROUTER), (zmq.SNDHWM, _ANSWERS), (zmq.RCVHWM, _QUESTIONS),
+            (zmq.MAXMSGSIZE, _QUESTION_BYTES), (zmq.ROUTER_MANDATORY, 1), *_GONE,
+        )  # fmt: skip
         self.endpoint = bind(self.socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(ToPublisher)
         self.malformed = 0
@@ -125,10 +120,12 @@ class ReplayClient:
     """A follower's end of one publisher's replay socket: asyncio."""
 
     def __init__(self, endpoint: str) -> None:
-        self._socket: Any = configure(zmq.asyncio.Context.instance().socket(zmq.DEALER))
-        self._socket.setsockopt(zmq.SNDHWM, 1)  # a second question to a publisher that is gone asks nothing new
-        self._socket.setsockopt(zmq.RCVHWM, _ANSWERS)
-        _connect(self._socket, endpoint)
+        self._socket: Any = configure(
+            zmq.asyncio.Context.instance().socket(zmq.DEALER),
+            (zmq.SNDHWM, 1),  # a second question to a publisher that is gone asks nothing new
+            (zmq.RCVHWM, _ANSWERS),
+        )
+        connect(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(FromPublisher)
         self._question = [b"", msgspec.msgpack.encode(SnapshotRequest())]
         self._periodic_yield = PeriodicYield()
@@ -154,12 +151,3 @@ class ReplayClient:
 
     def close(self) -> None:
         self._socket.close(0)
-
-
-def _connect(socket: Any, endpoint: str) -> None:
-    """Connect, or leave nothing behind: the endpoint comes from a peer."""
-    try:
-        connect(socket, endpoint)
-    except BaseException:
-        socket.close(0)
-        raise

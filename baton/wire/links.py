@@ -39,9 +39,8 @@ class Listener:
     def __init__(self, endpoint: str, me: Peer) -> None:
         """Bind `endpoint` ("tcp://127.0.0.1:0" takes any free port). Raises PortInUse or StartupError."""
         self._me = me
-        self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.ROUTER))
         # A peer that connects anew is heard at once, though its old connection may not have been noticed as dead yet.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket = configure(zmq.asyncio.Context.instance().socket(zmq.ROUTER), (zmq.ROUTER_HANDOVER, 1))
         self.endpoint = bind(self._socket, endpoint)
         self._decoder = msgspec.msgpack.Decoder(Envelope[ToRouter])
         self._sequences: dict[str, int] = {}
@@ -202,7 +201,6 @@ def _ms(seconds: float) -> int:
 
 
 def _dealer(endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
-    socket = configure(zmq.Context.instance().socket(zmq.DEALER))
-    socket.setsockopt(zmq.IDENTITY, identity)
+    socket = configure(zmq.Context.instance().socket(zmq.DEALER), (zmq.IDENTITY, identity))
     connect(socket, endpoint)
     return socket

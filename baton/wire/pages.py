@@ -90,12 +90,10 @@ class PageServer:
         """Bind `endpoint`. Raises PortInUse or StartupError."""
         self._me = common.me
         self._drops = common.drops
-        self.socket = _configured(common.context.socket(zmq.ROUTER), common.silence_s)
-        for option, value in (
-            (zmq.SNDHWM, _REPLIES_SENT), (zmq.RCVHWM, _REQUESTS), (zmq.MAXMSGSIZE, _REQUEST_BYTES),
-            (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1),
-        ):  # fmt: skip
-            self.socket.setsockopt(option, value)
+        self.socket = _configured(
+            common.context.socket(zmq.ROUTER), common.silence_s, (zmq.SNDHWM, _REPLIES_SENT), (zmq.RCVHWM, _REQUESTS),
+            (zmq.MAXMSGSIZE, _REQUEST_BYTES), (zmq.ROUTER_MANDATORY, 1), (zmq.ROUTER_HANDOVER, 1),
+        )  # fmt: skip
         self.socket.copy_threshold = 0  # small pages, too, are read where they lie: their slots bound the memory
         self.endpoint = bind(self.socket, endpoint)
         self._decoder: msgspec.msgpack.Decoder[Envelope[Any]] = msgspec.msgpack.Decoder(Envelope[common.requests])
@@ -158,22 +156,16 @@ class PageLink:
         self._drops = common.drops
         self.store = store
         self.endpoint = endpoint
-        self.socket = _configured(common.context.socket(zmq.DEALER), common.silence_s)
-        for option, value in (
-            (zmq.SNDHWM, _REQUESTS), (zmq.RCVHWM, _REPLIES_READ), (zmq.CONNECT_TIMEOUT, int(common.silence_s * 1_000)),
-        ):  # fmt: skip
-            self.socket.setsockopt(option, value)
-        self.socket.setsockopt(zmq.IDENTITY, common.me.encode())
+        if not endpoint.startswith("tcp://"):
+            raise StartupError(f"{endpoint!r} is no endpoint of a store")
+        self.socket = _configured(
+            common.context.socket(zmq.DEALER), common.silence_s, (zmq.SNDHWM, _REQUESTS), (zmq.RCVHWM, _REPLIES_READ),
+            (zmq.CONNECT_TIMEOUT, int(common.silence_s * 1_000)), (zmq.IDENTITY, common.me.encode()),
+        )  # fmt: skip
         try:
-            if not endpoint.startswith("tcp://"):
-                raise StartupError(f"{endpoint!r} is no endpoint of a store")
             connect(self.socket, endpoint)
         except zmq.ZMQError as error:
-            self.socket.close(0)
             raise StartupError(f"{endpoint!r} is no endpoint of a store: {error.strerror}") from None
-        except StartupError:
-            self.socket.close(0)
-            raise
         self._reconnector = Reconnector(self.socket, endpoint)
         self._decoder: msgspec.msgpack.Decoder[Envelope[Any]] = msgspec.msgpack.Decoder(Envelope[common.replies])
         self._sequence = 0
@@ -273,12 +265,9 @@ def _keep_heap() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _FREE_HEAP)
 
 
-def _configured(socket: Any, silence_s: float) -> Any:
+def _configured(socket: Any, silence_s: float, *options: tuple[int, Any]) -> Any:
     silence = int(silence_s * 1_000)
-    configure(socket)
-    for option, value in (
-        (zmq.HEARTBEAT_IVL, max(1, silence // 3)), (zmq.HEARTBEAT_TIMEOUT, silence), (zmq.HANDSHAKE_IVL, silence),
-        (zmq.TCP_MAXRT, silence),
-    ):  # fmt: skip
-        socket.setsockopt(option, value)
-    return socket
+    return configure(
+        socket, (zmq.HEARTBEAT_IVL, max(1, silence // 3)), (zmq.HEARTBEAT_TIMEOUT, silence),
+        (zmq.HANDSHAKE_IVL, silence), (zmq.TCP_MAXRT, silence), *options,
+    )  # fmt: skip

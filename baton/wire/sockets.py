@@ -28,6 +28,11 @@ _HANDSHAKE = 5_000  # milliseconds for a connection's handshake; one that never 
 _REVIVAL = 0.25  # seconds between two times that a socket is connected anew
 _NO_NETWORK = ("inproc:", "ipc:")  # endpoints that need no keys
 
+_COMMON = (
+    (zmq.LINGER, 0), (zmq.SNDHWM, _QUEUE), (zmq.RCVHWM, _QUEUE), (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+    (zmq.HANDSHAKE_IVL, _HANDSHAKE),
+)  # fmt: skip
+
 _keys: ClusterKeys | None = None
 
 
@@ -43,12 +48,10 @@ def use_keys(keys: ClusterKeys | None) -> None:
     _keys = keys
 
 
-def configure(socket: Any) -> Any:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, _QUEUE)
-    socket.setsockopt(zmq.RCVHWM, _QUEUE)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
+def configure(socket: Any, *options: tuple[int, Any]) -> Any:
+    """Set what all sockets have in common, and then these options."""
+    for option, value in (*_COMMON, *options):
+        socket.setsockopt(option, value)
     return socket
 
 
@@ -94,22 +97,22 @@ def arrived(socket: Any, limit: int, *, copy: bool = True) -> Iterator[Any]:
 
 
 def connect(socket: Any, endpoint: str) -> None:
-    """Connect; returns at once, and goes on trying for as long as the socket lives. Closes the socket and raises
-    StartupError without the keys that a TCP socket needs."""
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-    _speak_ipv6(socket, endpoint)
-    if not endpoint.startswith(_NO_NETWORK):
-        try:
+    """Connect; returns at once, and goes on trying for as long as the socket lives. Else closes the socket: raises
+    StartupError without the keys that a TCP socket needs, and what ZMQ raises for what is no endpoint."""
+    try:
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        _speak_ipv6(socket, endpoint)
+        if not endpoint.startswith(_NO_NETWORK):
             keys = _needed(endpoint)
-        except StartupError:
-            socket.close(0)
-            raise
-        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-    _notice_silence(socket, endpoint)
-    socket.connect(endpoint)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        _notice_silence(socket, endpoint)
+        socket.connect(endpoint)
+    except BaseException:
+        socket.close(0)
+        raise
 
 
 class Reconnector:
