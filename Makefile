@@ -49,6 +49,11 @@ test-vllm: $(VLLM_VENV)/.ready
 test-vllm-quick: $(VLLM_VENV)/.ready
 	$(VLLM_TEST) tests/vllm_runner/test_runner.py tests/processes/test_failures.py tests/processes/test_corruption.py \
 	'tests/vllm_runner/test_cluster.py::test_a_worker_without_work_ends_with_its_vllm' \
+	'tests/vllm_runner/test_exact_steps.py::test_bits_depend_on_no_companions_and_no_borders[eager]' \
+	'tests/vllm_runner/test_ranks.py::test_tokens_are_those_of_transformers_and_of_one_rank[2]' \
+	'tests/vllm_runner/test_adapters.py::test_rows_of_one_batch_have_their_own_adapters[1]' \
+	'tests/vllm_runner/test_formats.py::test_tokens_are_the_likeliest_of_the_numbers_that_are_meant[int8]' \
+	'tests/vllm_runner/test_fp8_pages.py::test_pages_hold_the_codes_of_k_and_v[llama-fp8]' \
 	'tests/vllm_runner/test_second_runner.py::test_draws' \
 	'tests/vllm_runner/test_latents.py::test_greedy_tokens_are_those_of_transformers[deepseek-v3-True]' \
 	'tests/vllm_runner/test_latents.py::test_requests_at_once_get_the_reference_tokens[1P+1D]' \
