@@ -71,15 +71,34 @@ def test_json(client: Client) -> None:
     assert json.loads(answer.content) == {"name": "Mara", "job": "baker", "home": "Ashford"}
 
 
+def run(example: str, *arguments: str) -> str:
+    """Return what an example prints."""
+    command = [sys.executable, str(Path(__file__).parents[2] / "examples" / f"{example}.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
 def test_the_example_of_a_long_output_runs(client: Client) -> None:
-    script = Path(__file__).parents[2] / "examples" / "long_output.py"
-    command = [sys.executable, str(script), client.address, "900"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert printed.endswith("\n900 tokens\n")
+    assert run("long_output", client.address, "900").endswith("\n900 tokens\n")
 
 
 def test_the_example_of_speculation_runs(client: Client) -> None:
-    script = Path(__file__).parents[2] / "examples" / "speculation.py"
-    command = [sys.executable, str(script), client.address, client.operator]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    printed = run("speculation", client.address, client.operator)
     assert re.search(r"attempt 1: \d+ of \d+ proposals accepted, -?[\d.]+ ms saved\n$", printed)
+
+
+def test_the_example_of_shared_prefixes_runs(client: Client, tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("Here are notes that nobody has told before. " * 12)
+    printed = run("shared_prefixes", client.address, client.operator, str(file))
+    first, second = (int(found) for found in re.findall(r"(\d+) of them cached", printed))
+    assert (first, second > 100) == (0, True)
+    assert second % 16, "it ends within a page"
+
+
+def test_the_example_of_turns_runs(tmp_path: Path) -> None:
+    pool = {"decode.kv_cache_bytes": "2MiB", "model.max_model_len": 300}  # two of the outputs have room
+    settings = workload.settings(DEMO_MODEL, 0, 1, **{"router.service_quantum": {0: 32}}, **pool)
+    with LocalCluster(settings, tmp_path) as cluster:
+        lines = run("turns", cluster.address, cluster.operator, "12", "240").splitlines()
+    assert ["240 tokens in" in line for line in lines] == 12 * [True]
+    assert any("tokens, and others wait; then: " in line for line in lines)

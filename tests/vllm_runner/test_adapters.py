@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,7 +181,7 @@ def test_a_preempted_sequence_keeps_its_adapter(ranks: int, model: Path, modules
     names = list(references)
     orders = [(names[i % 3], prompt_of(40 + 7 * i, i), i // 3 % 3 - 1) for i in range(18)]
     expected = [references[name].generate(prompt, LONG) for name, prompt, _ in orders]
-    small = {"decode.kv_cache_bytes": POOL, "decode.tensor_parallel_size": ranks}
+    small = {"decode.kv_cache_bytes": POOL, "model.tensor_parallel_size": ranks}
     with cluster(model, modules, 1, 1, tmp_path, **small) as running:
         short = prompt_of(8, 99)
         stop = references[""].generate(short, 1)[0]
@@ -266,3 +268,8 @@ def test_a_cluster_loads_and_unloads_an_adapter_under_load(model: Path, modules:
         with pytest.raises(ModelMismatch):
             ask(local.address, ("late", prompts[0]))
         assert ask(local.address, ("", prompts[0])) == texts[""].generate(list(prompts[0]), OUTPUT)[0]
+        script = Path(__file__).parents[2] / "examples" / "adapters.py"
+        command = [sys.executable, str(script), local.address, local.operator, "example", modules["first"]]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+        assert "\nexample: '" in printed
+        assert client.adapters() == []
