@@ -218,9 +218,14 @@ def _sockets_at(door: FixedPort) -> list[Any]:
         and each.family != socket.AF_UNIX
         and each.laddr
         and each.laddr.port == door.port
-        and (is_wildcard(door.host) or is_wildcard(each.laddr.ip) or each.laddr.ip == _address(door.host))
+        and (is_wildcard(door.host) or is_wildcard(each.laddr.ip) or _plain(each.laddr.ip) == _address(door.host))
         and each.pid not in partners
     ]
+
+
+def _plain(address: str) -> str:
+    """Return an address of IPv4 as such: gRPC listens at it with a socket of IPv6."""
+    return address.removeprefix("::ffff:") if "." in address else address
 
 
 def _text(address: Any) -> str:

@@ -37,6 +37,18 @@ def test_what_listens_is_named() -> None:
     list(door(port).waits())
 
 
+def test_what_listens_at_ipv4_by_a_socket_of_ipv6_is_named_as_with_grpc() -> None:
+    with socket.socket(socket.AF_INET6) as server:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("::ffff:127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert f"process {os.getpid()} (" in held(port)
+        with pytest.raises(PortInUse, match="listens there"):
+            list(replace(door(port), partners=["unix:/nothing.sock"]).waits())
+
+
 def test_an_outgoing_connection_is_named_with_its_peer() -> None:
     with outgoing() as connection:
         message = held(connection.port)
