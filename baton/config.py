@@ -592,7 +592,7 @@ class _SingleKeys(yaml.SafeLoader):
     """Refuses a section or a setting that comes twice. PyYAML would take the last one and say nothing. What a merge
     (`<<`) brings is not looked at: it is there to be overridden."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         names = set[str]()
         for key, _ in node.value:

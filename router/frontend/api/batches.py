@@ -216,6 +216,7 @@ class BatchRoutes:
 
     async def _execute(self, routes: ASGIApp, tenant: TenantBatches, batch_id: str) -> None:
         """Execute a batch to its end, unless another router does."""
+        stored: StoredBatch | None = None
         try:
             stored = await asyncio.to_thread(tenant.stored, batch_id)
             results = await _opened(tenant, stored)
@@ -228,6 +229,7 @@ class BatchRoutes:
             return
         except InvalidRequest as error:
             log.warning("batch %s has failed: %s", batch_id, error)
+            assert stored is not None, "its results alone are checked so"
             stored.batch.errors = BatchErrors([BatchError("storage", "its results are damaged; make the batch again")])
             await asyncio.to_thread(tenant.end, stored, "failed")
             return

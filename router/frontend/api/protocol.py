@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -183,7 +183,7 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 @contextlib.contextmanager
-def in_words_of(body: Struct) -> Iterator[None]:
+def in_words_of(body: Struct) -> Generator[None]:
     """Let an error name its field as the body does. A message begins with the name that all doors have for it."""
     try:
         yield

@@ -33,7 +33,7 @@ _ESCAPE = re.compile(
 )
 _TELEMETRY = re.compile(r"\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z)", re.IGNORECASE)
 _SHORT = re.compile("[A-Za-z0-9]{9}")
-_EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORTS: Sequence[str] = ("minimal", "low", "medium", "high", "xhigh", "max")
 _UNREADABLE = "INVALID_JSON"  # Anthropic's own name for arguments that were cut
 
 
