@@ -225,8 +225,8 @@ async def test_an_effort_that_the_template_refuses_is_the_nearest_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with front(tmp_path, monkeypatch, GRADED) as it:
-        for effort, told in (("low", "low"), ("high", "medium"), ("max", "xhigh"), ("minimal", "low"), (None, "xhigh")):
-            right = (f"<{told}><user>Hi<assistant>", "" if effort in (told, None) else "effort")
+        for effort, near in (("low", "low"), ("high", "medium"), ("max", "xhigh"), ("minimal", "low"), (None, "xhigh")):
+            right = (f"<{near}><user>Hi<assistant>", "" if effort in (near, None) else "effort")
             for path, body in (
                 ("chat/completions", {"messages": [USER], "reasoning_effort": effort}),
                 ("responses", {"input": [USER], "reasoning": {"effort": effort}}),

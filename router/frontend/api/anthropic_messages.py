@@ -127,7 +127,7 @@ def _messages(at: str, message: Json, before: list[Json], called: dict[str, str]
         match block:
             case {"type": "tool_result", "tool_use_id": str(name)}:
                 content = content_of(f"{at}[{number}].content", block.get("content"), "tool", repairs)
-                content = _told(content) if block.get("is_error") is True else content
+                content = _as_error(content) if block.get("is_error") is True else content
                 result: Json = {"role": "tool", "tool_call_id": name, "content": content}
                 results.append(result | ({"name": called[name]} if name in called else {}))
             case {"type": "tool_use", "id": str(id_), "name": str(name)}:
@@ -153,7 +153,7 @@ def _messages(at: str, message: Json, before: list[Json], called: dict[str, str]
     return [*results, turn]
 
 
-def _told(content: str | list[Json]) -> str | list[Json]:
+def _as_error(content: str | list[Json]) -> str | list[Json]:
     """Return the content of a tool's result that is an error. Chats have no mark for it, so the text begins with it."""
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     if "error" in "".join(texts)[:_BEGINNING].lower():
