@@ -19,8 +19,8 @@ from decode_worker.handed_proposals import HandedProposals
 from decode_worker.heads import HeadsDrafter
 from engine.checkpoint.safetensors_reader import TensorFiles
 from engine.cpu.packed_linear import PackedLinears
-from engine.engine import Engine, layout_of
-from engine.models import heads
+from engine.engine import Engine, dtype_of, layout_of, linear_maker
+from engine.models import heads, weights
 from engine.models.config import load_spec
 from engine.runner import Runner
 from engine.step.batch import Chunk, HiddenRow, Sampled
@@ -47,14 +47,17 @@ def check(model: ModelConfig, path: Path) -> None:
                 f"size of {fitting.hidden_size}, and the model has {spec.vocab_size} and {spec.hidden_size}; name "
                 "heads that were trained for this model, or leave it out"
             )
+        with TensorFiles(hub.resolve(model.speculation_heads)):  # published ones are often pickled
+            pass
     if not model.draft_model:
         return
     draft = hub.resolve(model.draft_model)
-    own, other = load_spec(path).vocab_size, load_spec(draft).vocab_size
-    if own != other:
-        raise ConfigError(_unlike(model, f"has {other} tokens and the model's vocabulary {own}"))
+    own, spec = load_spec(path).vocab_size, load_spec(draft)
+    if own != spec.vocab_size:
+        raise ConfigError(_unlike(model, f"has {spec.vocab_size} tokens and the model's vocabulary {own}"))
     if _vocabulary(path) != _vocabulary(draft):
         raise ConfigError(_unlike(model, "has a tokenizer.json with other tokens than the model's"))
+    weights.check(draft, spec, weights.TORCH_DTYPES[dtype_of(spec, model.dtype)], linear_maker("cpu", spec, ""))
 
 
 def load(config: Config, runner: Runner) -> Drafter | None:

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.config import Config, load
-from baton.errors import ConfigError, ModelNotFound
+from baton.errors import ConfigError, CorruptWeights, ModelNotFound
 from baton.membership import SendToRouter
 from baton.messages import Decode, SamplingParams, Tokens
 from decode_worker.drafter import Drafter
@@ -90,6 +90,11 @@ def test_a_draft_model_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
         draft.check(settings(**{"model.draft_model": str(tmp_path / "no-such-folder")}).model, DEMO_MODEL)
     other = shutil.copytree(DRAFT_MODEL, tmp_path / "other")
     draft.check(settings(**{"model.draft_model": str(other)}).model, DEMO_MODEL)
+    whole = (other / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(CorruptWeights, match=r"model\.safetensors can't be read"):
+        draft.check(settings(**{"model.draft_model": str(other)}).model, DEMO_MODEL)
+    (other / "model.safetensors").write_bytes(whole)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     first, second, *_ = tokenizer["model"]["vocab"]
     vocab = tokenizer["model"]["vocab"]

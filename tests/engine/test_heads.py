@@ -284,6 +284,9 @@ def test_heads_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="2 layers, and EAGLE's heads have one"):
         check(DRAFT_MODEL)
     other = shutil.copytree(HEADS, tmp_path / "other")
+    (other / "model.safetensors").rename(other / "medusa_lm_head.pt")
+    with pytest.raises(ModelNotFound, match="pickled weights are never loaded"):
+        check(other)
     config = json.loads((other / "config.json").read_text())
     write(model_type="gpt2")
     with pytest.raises(UnsupportedModel, match="'gpt2'; heads are of 'mlp_speculator', 'medusa', 'llama', 'qwen2'"):
