@@ -5,8 +5,9 @@
 The Python must be that of an environment with Baton and vLLM (`make test-vllm` makes it).
 
 1. decode: 1, 8 and 32 prompts at once, in turns: vLLM's `LLM.generate`, Baton's `VllmRunner` bare, and a decode worker
-   of a whole cluster behind gRPC. Tokens/s as `bench.peers.cases` counts them, gaps between tokens, and what a step
-   takes outside the model. Goal: the cluster has 0.95 of vLLM's tokens/s.
+   of a whole cluster behind gRPC. Tokens/s as `bench.peers.cases` counts them, gaps between tokens, what a step takes
+   outside the model, and the CPU time of each of the cluster's processes for a step. Goal: the cluster has 0.95 of
+   vLLM's tokens/s.
 2. arrivals: eight streams while long prompts arrive, 1P+1D and a colocated worker beside `vllm serve`: gaps and times
    to the first token, as in `bench/cluster/interference.py`.
 3. pages: a hand-off of prompts' pages between two vLLM processes through a store, beside copying the same bytes twice.
@@ -32,6 +33,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 import grpc.aio
+import psutil
 
 from baton.client import Client
 from baton.config import parse_override
@@ -71,13 +73,14 @@ def _settings(device: str) -> dict[str, object]:
 @dataclass(frozen=True)
 class Run:
     """One case on one side. Seconds: from the first prompt to the last token; between two tokens of a stream; and of a
-    step, what is not the model runner's, nan if too few were seen. `others`: cores that processes of others used
-    meanwhile."""
+    step, what is not the model runner's, nan if too few were seen. `spent`: CPU seconds of each process for a step.
+    `others`: cores that processes of others used meanwhile."""
 
     seconds: float
     gap: float
     host: float
     tokens: Tokens = field(default_factory=list[list[int]])  # a cluster's are not looked at
+    spent: Mapping[str, float] = field(default_factory=dict[str, float])
     others: float = 0.0
 
 
@@ -101,6 +104,9 @@ class Worker:
         with Client(operator=cluster.operator) as client:
             processes = client.status(timeout=10).processes
         (self._metrics,) = (each.metrics_address for each in processes if each.role == "decode")
+        worker = psutil.Process(cluster.pids["decode-0"])
+        own = {"router": psutil.Process(cluster.pids["router"]), "worker": worker, "client": psutil.Process()}
+        self._processes = own | {"vLLM": max(worker.children(), key=lambda child: child.memory_info().rss)}
 
     def __call__(self, prompts: Tokens, count: int) -> Run:
         return asyncio.run(self._generate(prompts, count))
@@ -118,22 +124,30 @@ class Worker:
                     if all(arrived):
                         all_begun.set()
 
-            async def steps_without_prompts() -> tuple[float, float, float]:
+            async def steps_without_prompts() -> tuple[list[float], list[float]]:
                 await all_begun.wait()
-                return time.perf_counter(), *await asyncio.to_thread(clusters.steps, self._metrics)
+                return [time.perf_counter(), *await asyncio.to_thread(clusters.steps, self._metrics)], self._spent()
 
             began = time.perf_counter()
             early = asyncio.create_task(steps_without_prompts())
             await asyncio.gather(*map(one, prompts, arrived))
-            before = await early
+            before, spent = await early
+            used = [now - then for now, then in zip(self._spent(), spent, strict=True)]
         end = max(times[-1] for times in arrived)
         after = end, *clusters.steps(self._metrics)
         whole, number, took = (now - then for now, then in zip(after, before, strict=True))
         if any(len(times) != count for times in arrived):
             raise BatonError(f"a stream did not have {count} tokens")
         gaps = [later - earlier for times in arrived for earlier, later in pairwise(times)]
-        host = (whole - took) / number if number >= _FEWEST_STEPS else nan
-        return Run(end - began, median(gaps), host)
+        if number < _FEWEST_STEPS:
+            return Run(end - began, median(gaps), nan)
+        each = {name: seconds / number for name, seconds in zip(self._processes, used, strict=True)}
+        return Run(end - began, median(gaps), (whole - took) / number, spent=each)
+
+    def _spent(self) -> list[float]:
+        """The CPU seconds of each process so far."""
+        times = [process.cpu_times() for process in self._processes.values()]
+        return [each.user + each.system for each in times]
 
 
 Round = Mapping[str, Run]
@@ -183,6 +197,9 @@ def decode_results(rounds_by_case: Mapping[Case, Sequence[Round]]) -> Iterator[r
             yield report.median_of("vllm", f"{case.name}, {name}: ITL", "ms", [run.gap * 1e3 for run in runs])
             if host := [run.host * 1e3 for run in runs if not isnan(run.host)]:
                 yield report.median_of("vllm", f"{case.name}, {name}: a step outside the model", "ms", host)
+            for part in max((run.spent for run in runs), key=len):
+                spent = [run.spent[part] * 1e3 for run in runs if run.spent]
+                yield report.median_of("vllm", f"{case.name}, {name}: a step's CPU time, {part}", "ms", spent)
         if BARE in rounds[0]:
             agreed = fmean(agreement(one[BARE].tokens, one[THEIRS].tokens) for one in rounds)
             yield report.Result("vllm", f"{case.name}: first tokens of both as one", agreed, "share")

@@ -43,7 +43,7 @@ def rounds(*seconds: tuple[float, float, float]) -> list[vllm_cluster.Round]:
         {
             THEIRS: Run(theirs, 0.012, 0.002, [[1], [2]]),
             BARE: Run(ours, 0.011, 0.001, [[1], [3]]),
-            OURS: Run(ours, 0.013, 0.003, others=others),
+            OURS: Run(ours, 0.013, 0.003, spent={"router": 0.0015}, others=others),
         }
         for theirs, ours, others in seconds
     ]
@@ -58,6 +58,7 @@ def test_ours_are_judged_by_the_same_round_and_disturbed_rounds_are_left_out() -
     assert results[f"decode-2, {BARE}: tokens/s"].ok is None
     assert results[f"decode-2, {THEIRS}: tokens/s"].ratio is None
     assert results[f"decode-2, {OURS}: a step outside the model"].value == pytest.approx(3.0)
+    assert results[f"decode-2, {OURS}: a step's CPU time, router"].value == pytest.approx(1.5)
     assert results["decode-2: first tokens of both as one"].value == 0.5
 
 
