@@ -99,6 +99,7 @@ class Tiles {
       config[16 + 2 * tile] = static_cast<uint8_t>(inputs ? words * 4 : 64);  // bytes of a row
       config[48 + tile] = static_cast<uint8_t>(count[tile]);
     }
+    asm volatile("" : : "r"(config) : "memory");  // to the compiler the next line reads 8 bytes: it may leave out the others
     _tile_loadconfig(config);
   }
 
