@@ -233,6 +233,11 @@ class AttemptName(Struct, frozen=True, order=True):
     request: Name
     attempt: Annotated[int, Meta(ge=1)]
 
+    @property
+    def parts(self) -> tuple[str, int]:
+        """What messages about the attempt begin with."""
+        return self.request, self.attempt
+
 
 class AttemptHeld(Struct, frozen=True):
     """One attempt as its worker has it: `position` is how many tokens (prompt included) it knows, of which `computed`

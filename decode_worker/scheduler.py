@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from baton import messages as msg
 from baton.attempt_table import AttemptTable
@@ -205,20 +205,20 @@ class DecodeScheduler:
                 commands += self._drop_sequence(old, cut=True)
             sequence = self._reader.sequence(order, router, next(self._arrivals), now)
         except BatonError as error:
-            return [*commands, SendToRouter(msg.AttemptFailed(*astuple(name), error.reason, str(error)), router)]
+            return [*commands, SendToRouter(msg.AttemptFailed(*name.parts, error.reason, str(error)), router)]
         if old is not None:
             sequence.priority_time = old.priority_time
         if not self._pages.can_hold(sequence):
             need = f"prompt and output take up to {sequence.total_pages} pages at a time"
             message = f"{need} and this worker has {self._pages.total}"
-            return [*commands, SendToRouter(msg.Refused(*astuple(name), "too_large", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*name.parts, "too_large", message), router)]
         waits = self._router_fairness.must_wait(router, self._held(), now)
         if waits or not self._make_room(sequence, commands):
             self._router_fairness.refused(router, now)
             return [
                 *commands,
                 SendToRouter(
-                    msg.Refused(*astuple(name), "busy", f"{self._pages.blocks.available} pages are free"), router
+                    msg.Refused(*name.parts, "busy", f"{self._pages.blocks.available} pages are free"), router
                 ),
             ]
         self._router_fairness.admitted(router)
@@ -226,7 +226,7 @@ class DecodeScheduler:
         self._reader.begin_grammar(sequence)
         sequence.device_pages = sequence.computed // self._page_size
         self._device_pages += sequence.device_pages
-        commands.append(SendToRouter(msg.Accepted(*astuple(name), sequence.device_pages), router))
+        commands.append(SendToRouter(msg.Accepted(*name.parts, sequence.device_pages), router))
         return commands + self._begin(sequence, order.fetch, now)
 
     # --- admission ----------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class DecodeScheduler:
         loading = sequence.loading
         predicted, took = (loading.predicted, loading.seconds) if loading else (0.0, 0.0)
         pages = (sequence.device_pages, sequence.fetched_pages)
-        started = msg.Started(*astuple(sequence.name), *pages, int(predicted * 1_000), int(took * 1_000))
+        started = msg.Started(*sequence.name.parts, *pages, int(predicted * 1_000), int(took * 1_000))
         return [SendToRouter(started, sequence.owner)]
 
     # --- transfers ----------------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ class DecodeScheduler:
         if complete or full or not sequence.prefilled_remotely:
             return commands + self._run(sequence, now)
         sequence.phase = SequencePhase.KV_LOAD_INCOMPLETE
-        return [*commands, SendToRouter(msg.FetchIncomplete(*astuple(sequence.name), have, why), sequence.owner)]
+        return [*commands, SendToRouter(msg.FetchIncomplete(*sequence.name.parts, have, why), sequence.owner)]
 
     def _store_lost(self, now: float) -> list[DecodeCommand]:
         self._store_up = False
@@ -527,7 +527,7 @@ class DecodeScheduler:
         return [
             SendToRouter(
                 msg.PromptLogprobs(
-                    *astuple(sequence.name), at, tuple(sequence.prompt_logprobs[at - 1 : at - 1 + _SCORES_PER_MESSAGE])
+                    *sequence.name.parts, at, tuple(sequence.prompt_logprobs[at - 1 : at - 1 + _SCORES_PER_MESSAGE])
                 ),
                 sequence.owner,
             )
@@ -559,7 +559,7 @@ class DecodeScheduler:
             sequence.last_step = self._step
             if (failed := _failure(drawn, chunk.known)) is not None:
                 commands += self._drop_sequence(sequence, cut=True)  # none of this step's pages is cached
-                commands.append(SendToRouter(msg.AttemptFailed(*astuple(name), *failed), sequence.owner))
+                commands.append(SendToRouter(msg.AttemptFailed(*name.parts, *failed), sequence.owner))
                 continue
             if not drawn:
                 sequence.computed = end
@@ -596,7 +596,7 @@ class DecodeScheduler:
             if (sequence := self._in_step(name, chunk)) is None:
                 continue
             commands += self._drop_sequence(sequence, cut=True)
-            commands.append(SendToRouter(msg.AttemptFailed(*astuple(name), "internal", message), sequence.owner))
+            commands.append(SendToRouter(msg.AttemptFailed(*name.parts, "internal", message), sequence.owner))
         return commands
 
     # --- ends ---------------------------------------------------------------------------------------------------
@@ -630,7 +630,7 @@ class DecodeScheduler:
             sequence.progressed_at += paused
             if sequence.deadline is not None and now > sequence.deadline and sequence.phase is not SequencePhase.ENDED:
                 commands += self._drop_sequence(sequence, cut=False)
-                failed = msg.AttemptFailed(*astuple(sequence.name), "deadline", "the request's deadline has passed")
+                failed = msg.AttemptFailed(*sequence.name.parts, "deadline", "the request's deadline has passed")
                 commands.append(SendToRouter(failed, sequence.owner))
             elif sequence.fetch is not None and now - sequence.progressed_at > most:
                 commands += self._end_fetch(sequence, f"no page came for {self._config.fetch_timeout_ms} ms", now)

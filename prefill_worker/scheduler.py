@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from baton import messages as msg
 from baton.attempt_table import AttemptTable
@@ -200,9 +200,9 @@ class PrefillScheduler:
             if len(tokens) < self._page_size:
                 raise MalformedMessage(f"{len(tokens)} tokens are less than a page of {self._page_size}")
         except BatonError as error:
-            return [*commands, SendToRouter(msg.AttemptFailed(*astuple(name), error.reason, str(error)), router)]
+            return [*commands, SendToRouter(msg.AttemptFailed(*name.parts, error.reason, str(error)), router)]
         if not self._slots:
-            failed = msg.AttemptFailed(*astuple(name), StoreGone.reason, "this worker's node has no store now")
+            failed = msg.AttemptFailed(*name.parts, StoreGone.reason, "this worker's node has no store now")
             return [*commands, SendToRouter(failed, router)]
         keys = prompt_keys(order.root, order.tokens, self._page_size)
         first = self._groups.first_page(len(tokens) // self._page_size * self._page_size)
@@ -210,10 +210,10 @@ class PrefillScheduler:
         if len(keys) + window_pages > self._slots:
             # No window helps: pages keep the pages before them, so a chain must fit as a whole.
             message = f"the prompt takes {len(keys) + window_pages} pages and the node's arena has {self._slots}"
-            return [*commands, SendToRouter(msg.Refused(*astuple(name), "too_large", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*name.parts, "too_large", message), router)]
         if (needed := len(keys) * (1 + self._groups.count)) > self._num_pages:
             message = f"the prompt takes {needed} pages and this worker has {self._num_pages}"
-            return [*commands, SendToRouter(msg.Refused(*astuple(name), "too_large", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*name.parts, "too_large", message), router)]
         commands += [c for job in self._active for c in self._leave_ring(job)]
         active = self._active
         waits = self._fairness.must_wait(router, Counter(job.owner for job in active), now)
@@ -225,7 +225,7 @@ class PrefillScheduler:
         if allocation is None:
             self._fairness.refused(router, now)
             message = f"{len(active)} prompts are being computed and {self._blocks.available} pages are free"
-            return [*commands, SendToRouter(msg.Refused(*astuple(name), "busy", message), router)]
+            return [*commands, SendToRouter(msg.Refused(*name.parts, "busy", message), router)]
         self._fairness.admitted(router)
         pages, complete, table = allocation
         job = PrefillRequest(
@@ -412,7 +412,7 @@ class PrefillScheduler:
         return [*ring.leave(), *self._drop(ring.lease)]
 
     def _end_help(self, job: PrefillRequest) -> list[PrefillCommand]:
-        account = msg.Prefilled(*astuple(job.name), computed=job.computed_here, hit=0, stored=0)
+        account = msg.Prefilled(*job.name.parts, computed=job.computed_here, hit=0, stored=0)
         return [*self._drop_request(job), SendToRouter(account, job.owner)]
 
     def _ring_heard(self, job: PrefillRequest, ring: Ring, event: TransferEvent) -> list[PrefillCommand]:
@@ -511,7 +511,7 @@ class PrefillScheduler:
             *left,
             SendToRouter(
                 msg.Prefilled(
-                    *astuple(job.name),
+                    *job.name.parts,
                     computed=job.computed_here,
                     hit=hit,
                     stored=job.pages_stored,
@@ -738,7 +738,7 @@ class PrefillScheduler:
     def _fail(self, job: PrefillRequest, reason: str, message: str) -> list[PrefillCommand]:
         return [
             *self._drop_request(job),
-            SendToRouter(msg.AttemptFailed(*astuple(job.name), reason, message), job.owner),
+            SendToRouter(msg.AttemptFailed(*job.name.parts, reason, message), job.owner),
         ]
 
     def _tick(self, now: float, paused: float) -> list[PrefillCommand]:

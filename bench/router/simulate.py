@@ -85,7 +85,7 @@ class Slowest:
         if math.isnan(ttft) or (len(self._heap) >= self._count and ttft <= self._heap[0][0]):
             return
         router = self._cluster.router_of(request)
-        explained = explanation(router.state.explain(request, tenant), self._cluster.agenda.now)
+        explained = explanation(router.state.explain(request), self._cluster.agenda.now)
         heapq.heappush(self._heap, (ttft, request, explained))
         if len(self._heap) > self._count:
             heapq.heappop(self._heap)

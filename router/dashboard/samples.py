@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from router.dashboard.latency_sketch import LatencySketch
 from router.events import Finished, RequestEnded
@@ -75,7 +75,8 @@ class Samples:
         rates = [max(0.0, round((new - old) / elapsed, 2)) for new, old in zip(totals, before, strict=True)]
         latencies = [_ms(span) for sketch in (self._ttft, self._itl) for span in sketch.quantiles(0.5, 0.95, 0.99)]
         requests, pages = rates[:6], rates[6:]
-        self.newest.append(Sample(self.sequence, at_ms, *requests, stats.queued, stats.running, *latencies, *pages))
+        values = (self.sequence, at_ms, *requests, stats.queued, stats.running, *latencies, *pages)
+        self.newest.append(convert(values, Sample))
 
 
 def _totals(stats: RouterStats) -> tuple[int, ...]:
