@@ -114,7 +114,7 @@ class AttemptCheck:
             else:
                 self._manager.retry(request, f"{member.peer.name} does not have it", now)
         elif current := self._manager.find_helped(member, name.request, name.attempt):
-            self._manager.release_helpers(*current)
+            self._manager.release_helpers(*current, f"{member.peer.name} does not have it")
 
     def _unread(self, member: MemberRecord, name: AttemptName, now: float, *, hangs: bool) -> None:
         """Its loop has stood still for cluster.heartbeat_timeout_ms and has not read this order: another worker gets

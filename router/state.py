@@ -243,7 +243,7 @@ class RouterState:
                 current[1].helped += message.computed
                 self._manager.release_helper(*current, member.incarnation)
             else:
-                self._manager.release_helpers(*current)
+                self._manager.release_helpers(*current, f"{member.peer.name} gives its part up")
 
     # --- coming and going --------------------------------------------------------------------------------------------
 

@@ -466,7 +466,7 @@ class RequestManager:
             request, attempt = current
             needed = member.incarnation != attempt.prefill or attempt.needs_prefill
             if member.incarnation in attempt.helpers:
-                self.release_helpers(request, attempt)
+                self.release_helpers(request, attempt, f"{member.peer.name} is gone: {member.gone}")
                 continue
             if member.incarnation == attempt.prefill:
                 attempt.prefill = None
@@ -517,8 +517,11 @@ class RequestManager:
         if (member := self._members.get(helper)) and member.unassign(attempt.name):
             self._out.send(helper, Cancel(request.name, attempt.name.attempt))
 
-    def release_helpers(self, request: Request, attempt: Attempt) -> None:
-        """All helpers forget this attempt, since each waits for the one before it. The prefill worker goes on alone."""
+    def release_helpers(self, request: Request, attempt: Attempt, why: str = "") -> None:
+        """All helpers forget this attempt, since each waits for the one before it. The prefill worker goes on alone.
+        `why` is told where they have not done their parts."""
+        if why and attempt.helpers:
+            self._explanations.noted(request, f"{why}; its prefill worker goes on alone")
         for helper in attempt.helpers:
             self.release_helper(request, attempt, helper)
 

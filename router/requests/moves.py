@@ -48,7 +48,7 @@ class Moves:
                 continue
             request, attempt = current
             if member.incarnation in attempt.helpers:
-                self._manager.release_helpers(request, attempt)
+                self._manager.release_helpers(request, attempt, f"{member.peer.name} drains")
             elif attempt.decode == member.incarnation or attempt.needs_prefill:
                 self._manager.retry(request, f"{member.peer.name} drains", now, free=True)
 

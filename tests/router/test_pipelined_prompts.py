@@ -233,9 +233,11 @@ def test_the_prompt_needs_no_helper(ring: Ring, how: str, which: int) -> None:
         case _:
             pass
     others = [other for other in ring.helpers if other != helper]
-    assert [lab.cancelled(other) for other in others] == [
-        [1] * (how in ("refuses", "fails", "leaves", "forgets")) for _ in others
-    ]
+    ended = how in ("refuses", "fails", "leaves", "forgets")
+    assert [lab.cancelled(other) for other in others] == [[1] * ended for _ in others]
+    name = helper.removesuffix(".1")
+    notes = lab.state.explain("r").attempts[0].notes[1:]
+    assert [note.startswith(name) and note.endswith("goes on alone") for note in notes] == [True] * ended
     ring.end()
     assert how not in ("drains", "says nothing") or lab.cancelled(helper) == [1]
     assert lab.state._manager.view.table.ring_ratio(len(ring.parts)) == 1.0, "it was not computed together to the end"
