@@ -1,9 +1,14 @@
 """A scheduler of a few lines, for tests: keeps sequences' pages, cuts prompts into chunks, appends what is drawn."""
 
 import random
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
+
+from engine.cpu import build
 from engine.engine import Engine
 from engine.step.batch import Chunk, Sampled, TokenDraw
 
@@ -67,3 +72,18 @@ def assert_same_tokens(got: Sequence[int], expected: Sequence[int], gaps: Sequen
         if ours != theirs:
             assert gap < 1e-3, f"token {i}: {ours} instead of {theirs}, whose logit leads by {gap}"
             return  # from here on the two continue different texts
+
+
+def plant(edits: Iterable[tuple[str, str, str]], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Have engines that are loaded from now on use kernels with a mistake. An edit says in which file, what, and what
+    instead."""
+    sources = folder / "sources"
+    shutil.copytree(build.SOURCES, sources)
+    for file, what, instead in edits:
+        text = (sources / file).read_text()
+        assert what in text
+        (sources / file).write_text(text.replace(what, instead))
+    patch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS))
+    (folder / "cache").mkdir(mode=0o700)
+    library = build.load(sources, folder / "cache")
+    patch.setattr(build, "library", lambda: library)

@@ -2,7 +2,6 @@
 of threads, and the processor's vectors."""
 
 import random
-import shutil
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,7 +18,7 @@ from engine.cpu import build
 from engine.engine import Engine, _by_chunk, _weights
 from engine.step.batch import Chunk, Sampled, TokenDraw
 from kvstore.kv_window import KvWindow
-from tests.engine.driver import GREEDY, prompt_of
+from tests.engine.driver import GREEDY, plant, prompt_of
 from tests.support import checkpoints, quantized_checkpoints
 from tests.support.checkpoints import RECIPES, VOCAB
 from tests.support.coded_pages import token_rows
@@ -370,16 +369,7 @@ if AMX:
 def test_a_mistake_in_the_kernels_is_found(
     mistake: str, path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = tmp_path / "sources"
-    shutil.copytree(build.SOURCES, sources)
-    for file, what, instead in MISTAKES[mistake]:
-        text = (sources / file).read_text()
-        assert what in text
-        (sources / file).write_text(text.replace(what, instead))
-    monkeypatch.setattr(build, "FLAGS", tuple("-O1" if flag == "-O3" else flag for flag in build.FLAGS))
-    (tmp_path / "cache").mkdir(mode=0o700)
-    library = build.load(sources, tmp_path / "cache")
-    monkeypatch.setattr(build, "library", lambda: library)
+    plant(MISTAKES[mistake], tmp_path, monkeypatch)
     model = path({"tiles": "odd", "codes in tiles": "awq of llama"}.get(mistake.partition(":")[0], "llama"))
     engines = [Engine.load(model, "bfloat16", "cpu", PAGES, PAGE, True, threads=n) for n in (1, 2)]
 

@@ -5,18 +5,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from baton.messages import RingPart
 from engine.cpu import build
 from engine.engine import Engine
 from engine.step.batch import Chunk
-from engine.step.ring import LeaveRing, RingBroken, RingChunk, RingPlan
+from engine.step.ring import LEFT, MARK_BYTES, LeaveRing, RingBroken, RingChunk, RingPlan
 from kvstore.arena.memory import Arena
+from tests.engine.driver import plant
 from tests.support.checkpoints import VOCAB
+from tests.support.thorough import cases
 
 pytestmark = pytest.mark.skipif(not build.can_compile(), reason="no compiler, or no AVX2: torch has no rings")
 
@@ -41,17 +45,18 @@ def engines(checkpoint: Callable[[str], Path]) -> Engines:
 
 
 @pytest.fixture
-def arena() -> Iterator[Callable[[Sequence[Engine]], None]]:
+def arena() -> Iterator[Callable[[Sequence[Engine]], Arena]]:
     """`arena(engines)`: gives them one, with slots full of what others have left there."""
     arenas: list[Arena] = []
 
-    def give(engines: Sequence[Engine]) -> None:
+    def give(engines: Sequence[Engine]) -> Arena:
         size = engines[0].layout.page_bytes
         arenas.append(Arena.create(SLOTS * size))
         arenas[0].divide(size)
         arenas[0].view[:] = random.Random(3).randbytes(SLOTS * size)
         for engine in engines:
             engine.mover(verify=False).attach(arenas[0])
+        return arenas[0]
 
     yield give
     for each in arenas:
@@ -102,7 +107,7 @@ class Prompt:
 )
 def test_the_last_worker_has_the_bits_that_one_alone_makes(
     engines: Engines,
-    arena: Callable[[Sequence[Engine]], None],
+    arena: Callable[[Sequence[Engine]], Arena],
     name: str,
     kv: str,
     threads: int,
@@ -118,7 +123,9 @@ def test_the_last_worker_has_the_bits_that_one_alone_makes(
     assert prompt.contents(ring[0], 0) == prompt.contents(alone, 0)
 
 
-def test_a_worker_that_does_not_come_ends_the_wait(engines: Engines, arena: Callable[[Sequence[Engine]], None]) -> None:
+def test_a_worker_that_does_not_come_ends_the_wait(
+    engines: Engines, arena: Callable[[Sequence[Engine]], Arena]
+) -> None:
     *ring, _ = engines("llama", 2)
     arena(ring)
     prompt = Prompt(16 * 12, 2, 4, patience=0.05)
@@ -129,7 +136,7 @@ def test_a_worker_that_does_not_come_ends_the_wait(engines: Engines, arena: Call
     assert 0.05 <= time.monotonic() - began < 5
 
 
-def test_a_worker_that_leaves_is_not_waited_for(engines: Engines, arena: Callable[[Sequence[Engine]], None]) -> None:
+def test_a_worker_that_leaves_is_not_waited_for(engines: Engines, arena: Callable[[Sequence[Engine]], Arena]) -> None:
     *ring, _ = engines("llama", 2)
     arena(ring)
     prompt = Prompt(16 * 23, 2, 5)
@@ -149,3 +156,112 @@ def test_a_worker_that_leaves_is_not_waited_for(engines: Engines, arena: Callabl
     ring[1].leave_ring(LeaveRing(prompt.slots[0], 1, NAME))
     thread.join(10)
     assert ended
+
+
+# --- layer by layer --------------------------------------------------------------------------------------------------
+
+LAYERS, HEADS = 4, 2  # of the checkpoint "llama"
+CHUNK = 6  # of ten, in a ring of three: it takes two chunks of others, and others take its own
+
+
+def assert_it_reads(engine: Engine, alone: Engine, arena: Arena, name: int, progress: int, layers: int) -> None:
+    """The worker before that of `CHUNK` is played: its mark has this name and progress. Slots have nothing but rubbish
+    in layers from `layers` on. The chunk must be computed in just as many, and this be told."""
+    prompt = Prompt(16 * 21 + 5, workers=3, pages=2, patience=0.05)
+    plan = prompt.plan(0)
+    arena.view[:] = random.Random(progress).randbytes(len(arena.view))
+    marks = np.frombuffer(arena.slot(prompt.slots[0]), np.int64).reshape(-1, MARK_BYTES // 8)[:, :2]
+    slots = np.frombuffer(arena.view, np.uint8).reshape(SLOTS, -1, LAYERS, arena.page_bytes // LAYERS // HEADS)
+
+    alone.step([Chunk(prompt.tokens, 0, prompt.pages(0))])
+    right = [alone.pages.view(page).numpy().view(np.uint8).reshape(slots[0].shape) for page in prompt.pages(0)]
+    for page in range(plan.pages(CHUNK - 2).start):
+        engine.pages.view(prompt.pages(0)[page]).copy_(alone.pages.view(prompt.pages(0)[page]))
+    for place, number in ((2, CHUNK - 2), (1, CHUNK - 1)):
+        for page, slot in zip(plan.pages(number), prompt.slots[1 + place * 2 :], strict=False):
+            slots[slot, :, :layers] = right[page][:, :layers]
+    marks[0], marks[1] = (NAME - 1, 2**40), (name, progress)
+    expected = slots.copy()
+    for page, slot in zip(plan.pages(CHUNK), prompt.slots[1:3], strict=True):
+        expected[slot, :, :layers] = right[page][:, :layers]
+
+    broken = True
+    with suppress(RingBroken):
+        span = plan.pages(CHUNK)
+        tokens, ring = (
+            prompt.tokens[span.start * PAGE : span.stop * PAGE],
+            RingChunk(plan, CHUNK, NAME, prompt.slots, 0.05),
+        )
+        engine.step([Chunk(tokens, span.start * PAGE, prompt.pages(0), ring=ring)])
+        broken = False
+    assert broken == (layers < LAYERS)
+    assert [*marks[0]] == [NAME, (CHUNK << 32) + layers if layers else 0]
+    others = [slot for slot in range(SLOTS) if slot != prompt.slots[0]]
+    assert np.array_equal(slots[others], expected[others])
+    if not broken:
+        end = plan.pages(CHUNK).stop
+        assert prompt.contents(engine, 0)[:end] == prompt.contents(alone, 0)[:end]
+
+
+def assert_it_reads_what_is_told(engine: Engine, alone: Engine, arena: Arena) -> None:
+    before = CHUNK - 1
+    for layers in range(LAYERS + 1):
+        assert_it_reads(engine, alone, arena, NAME, (before << 32) + layers, layers)
+    assert_it_reads(engine, alone, arena, NAME, (CHUNK << 32) + 1, LAYERS)  # further by a ring of chunks
+    assert_it_reads(engine, alone, arena, NAME, LEFT, 0)
+    assert_it_reads(engine, alone, arena, NAME + 1, (before << 32) + LAYERS, 0)  # of another prompt
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_layer_is_read_once_it_is_told_and_told_once_it_is_there(
+    engines: Engines, arena: Callable[[Sequence[Engine]], Arena], threads: int
+) -> None:
+    engine, alone = engines("llama", 1, threads=threads)
+    assert_it_reads_what_is_told(engine, alone, arena([engine]))
+
+
+MISTAKES = {  # what in forward.cpp, and what instead
+    "a layer is read one too early": ("((ring.number - 1) << 32) + l + 1)", "((ring.number - 1) << 32) + l)"),
+    "a layer is told of one too early": ("(ring.number << 32) + l + 1, std", "(ring.number << 32) + l + 2, std"),
+    "a chunk is told of one too early": ("(ring.number << 32) + l + 1, std", "((ring.number + 1) << 32) + l + 1, std"),
+    "a mark is not reset for the next ring": ("own.progress.store(0, std::memory_order_relaxed);", ""),
+    "a mark of another ring counts": ("mark.ring.load(std::memory_order_acquire) == ring.name", "true"),
+    "a worker that has left counts as far enough": ("if (now == kClosed) return false;", ""),
+    "a page of others is left out": ("ring.take_count, l", "ring.take_count - 1, l"),
+    "pages of others come from its own slots": ("(first + i / m.kv_heads)", "(i / m.kv_heads)"),
+    "a layer is given as another one": (
+        "ring.slots + shape_.part(pair[1], i % m.kv_heads, l)",
+        "ring.slots + shape_.part(pair[1], i % m.kv_heads, 0)",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", cases(list(MISTAKES), ["a layer is read one too early"]))
+def test_a_mistake_in_the_kernels_is_found(
+    mistake: str,
+    checkpoint: Callable[[str], Path],
+    arena: Callable[[Sequence[Engine]], Arena],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant([("forward.cpp", *MISTAKES[mistake])], tmp_path, monkeypatch)
+    engine, alone = (
+        Engine.load(checkpoint("llama"), "float32", "cpu", PAGES, PAGE, False, threads=1) for _ in range(2)
+    )
+    slots = arena([engine])
+    with pytest.raises(AssertionError):
+        assert_it_reads_what_is_told(engine, alone, slots)
+
+
+def test_a_wrong_slot_is_found(
+    engines: Engines, arena: Callable[[Sequence[Engine]], Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slots_of(self: RingChunk, number: int) -> Iterator[tuple[int, int]]:
+        begin = self.plan.owner(number) * self.plan.part.pages  # the marks' own is not left out
+        return zip(self.plan.pages(number), self.slots[begin:], strict=False)
+
+    monkeypatch.setattr(RingChunk, "_slots_of", slots_of)
+    engine, alone = engines("llama", 1)
+    slots = arena([engine])
+    with pytest.raises(AssertionError):
+        assert_it_reads_what_is_told(engine, alone, slots)

@@ -18,9 +18,12 @@ from baton.config import PrefillConfig
 from baton.messages import Cancel, Prefill, Prefilled, RingPart
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from engine.step.ring import LeaveRing, RingChunk
+from kvstore.client.transfer import TransferEvent
 from kvstore.keys import pack_tokens, page_keys, split_keys
 from kvstore.server.leases import Lease, SharedSlots
 from kvstore.server.state import StoreState
+from prefill_worker.prefill_request import PrefillRequest
+from prefill_worker.ring import Ring
 from prefill_worker.scheduler import PrefillCommand, PrefillScheduler
 from simulator.device import digests
 from tests.support.thorough import examples
@@ -84,7 +87,7 @@ class World:
             worker.state._rings, worker.marks = True, marks
             self.workers.append(worker)
         self.prompt = [*range(tokens)]
-        self.first, self.pages = first, pages
+        self.request, self.first, self.pages = "r", first, pages
 
     def cache(self) -> None:
         """Have the first pages sealed, and in no worker's cache but the first one's."""
@@ -97,10 +100,15 @@ class World:
 
     def order(self, place: int) -> None:
         part = RingPart(self.first, self.pages, place, len(self.workers))
-        self.workers[place].handle(Prefill("r", 1, ROOT, pack_tokens(self.prompt), ring=part))
+        self.workers[place].handle(Prefill(self.request, 1, ROOT, pack_tokens(self.prompt), ring=part))
 
-    def accounts(self, place: int, request: str = "r") -> list[Prefilled]:
-        return [m for m in self.workers[place].messages if isinstance(m, Prefilled) and m.request == request]
+    def another(self) -> None:
+        """Go on with another prompt, whose ring may get the same slots."""
+        self.request, self.first = "t", 0
+        self.prompt = [token + 1_000 for token in self.prompt]
+
+    def accounts(self, place: int) -> list[Prefilled]:
+        return [m for m in self.workers[place].messages if isinstance(m, Prefilled) and m.request == self.request]
 
     def turns(self, rng: random.Random, *, late: bool) -> None:
         """Let the workers go on in any order, until worker 0 is done. `late`: sometimes one has no patience. In the end
@@ -126,7 +134,7 @@ class World:
             page = self.rig.store._pages.find(key)
             assert page is not None
             assert self.workers[0].node.arena.read(page.slot) == expected[number * PAGE : (number + 1) * PAGE]
-        self.rig.end(["r", "s"])
+        self.rig.end([self.request, "s"])
         assert not any(worker.state._requests for worker in self.workers)
 
 
@@ -148,6 +156,16 @@ def test_each_worker_computes_a_part(workers: int, first: int) -> None:
         [n] for n in computed[1:]
     ]
     world.check()
+
+
+def test_a_ring_knows_nothing_of_the_one_before() -> None:
+    world = World(3, 20 * PAGE + 3, 0, 3)
+    for _ in range(2):
+        for place in range(3):
+            world.order(place)
+        world.turns(random.Random(1), late=False)
+        world.check()
+        world.another()
 
 
 def test_nothing_of_what_a_worker_helps_with_is_cached_or_sealed_there() -> None:
@@ -209,8 +227,16 @@ def test_the_prompt_is_made_whatever_happens_to_the_others(
 
 
 def make_whatever_happens(rng: random.Random, world: World, *, late: bool) -> None:
-    workers = len(world.workers)
+    """Two prompts, one after the other."""
     world.cache()
+    make(rng, world, late=late)
+    if len(world.workers) > 1:
+        world.another()
+        make(rng, world, late=late)
+
+
+def make(rng: random.Random, world: World, *, late: bool) -> None:
+    workers = len(world.workers)
     order = rng.sample(range(workers), workers)
     for place in order:
         world.order(place)
@@ -226,7 +252,7 @@ def make_whatever_happens(rng: random.Random, world: World, *, late: bool) -> No
             case "newcomer at 0":
                 world.workers[0].handle(Prefill("s", 1, ROOT, pack_tokens(world.prompt[: 5 * PAGE])))
             case "cancel":
-                rng.choice(world.workers[1:]).handle(Cancel("r", 1))
+                rng.choice(world.workers[1:]).handle(Cancel(world.request, 1))
             case "kill":
                 world.rig.kill(rng.choice(world.workers[1:]))
             case _:
@@ -271,6 +297,36 @@ def the_slots_go_with_the_first_that_leaves(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StoreState, "_leave_shared", hasty)
 
 
+def pages_of_others_count_before_they_are_taken(patch: pytest.MonkeyPatch) -> None:
+    step_done = PrefillScheduler._step_done
+
+    def hasty(self: PrefillScheduler, plan: ScheduledBatch, seconds: float, now: float) -> list[PrefillCommand]:
+        commands = step_done(self, plan, seconds, now)
+        for job in self._requests.values():
+            if job.ring is not None and job.ring.slots and not job.helps:
+                job.mark_complete(job.ring.plan.pages(job.ring.number).start)
+                commands += self._offer_pages(job)
+        return commands
+
+    patch.setattr(PrefillScheduler, "_step_done", hasty)
+
+
+def a_worker_counts_its_slots_from_its_own(patch: pytest.MonkeyPatch) -> None:
+    heard = PrefillScheduler._ring_heard
+
+    def turned(self: PrefillScheduler, job: PrefillRequest, ring: Ring, event: TransferEvent) -> list[PrefillCommand]:
+        commands = heard(self, job, ring, event)
+        own = ring.plan.part.place
+        ring.slots = [*ring.slots[own:], *ring.slots[:own]]
+        return commands
+
+    patch.setattr(PrefillScheduler, "_ring_heard", turned)
+
+
+def marks_of_the_prompt_before_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ring, "name_in_marks", 1)
+
+
 @pytest.mark.parametrize(
     "mistake",
     [
@@ -278,6 +334,9 @@ def the_slots_go_with_the_first_that_leaves(patch: pytest.MonkeyPatch) -> None:
         only_the_chunk_before_is_taken,
         two_workers_write_to_one_region,
         the_slots_go_with_the_first_that_leaves,
+        pages_of_others_count_before_they_are_taken,
+        a_worker_counts_its_slots_from_its_own,
+        marks_of_the_prompt_before_count,
     ],
 )
 def test_it_notices(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
