@@ -103,9 +103,12 @@ class SimulatedCluster:
         pool = config.decode.kv_cache_bytes.on_cpu // page_bytes // (1 + groups.count)
         speeds = {"prefill": timing.prefill, "decode": timing.decode}
         self._cards = {
-            role: ModelCard(self._namespace, page_bytes, VOCAB, timing.max_context, pool, calibration(times))
+            role: ModelCard(
+                self._namespace, page_bytes, VOCAB, timing.max_context, pool, calibration(times),
+                rings=timing.layers is not None and not groups.count,
+            )
             for role, times in speeds.items()
-        }
+        }  # fmt: skip
         self._numbers = itertools.count(1)
         self._places: dict[str, tuple[WorkerRole, str]] = {name: (role, node) for role, name, node in layout.workers}
         nodes = sorted({node for _, node in self._places.values()})

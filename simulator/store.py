@@ -20,6 +20,7 @@ from simulator.clock import Agenda
 from simulator.disk import SimulatedDisk
 from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
+from simulator.ring import RingMarks
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
 from simulator.store_shell import StoreShell
 from simulator.transport import Parcel, SimulatedTransport, SlotMemory
@@ -51,6 +52,7 @@ class SimulatedStore(StoreShell):
         hello = msg.Hello(peer, events="events", replay="replay", data=f"sim://{peer.incarnation}")
         self._routers = SimulatedRouterLinks(routers, hello, network)
         self.feed = Feed(peer.incarnation, config.pages.page_size)
+        self.ring_marks = RingMarks()
         self.followers: dict[str, RouterEndpoint] = {}
         self._connections = itertools.count(1)
         self._workers: dict[int, SimulatedWorker] = {}  # by connection

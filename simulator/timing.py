@@ -109,6 +109,7 @@ class ModelTiming(Struct, frozen=True, forbid_unknown_fields=True):
     front: FrontTimes | None = None  # nothing: it takes no time
     gpus: Annotated[int, Meta(ge=1)] = 1  # per worker
     formats: FormatTimes | None = None
+    layers: Annotated[int, Meta(ge=1)] | None = None  # handed on between prefill workers; nothing: no rings
     config: Mapping[str, object] = {}  # settings of `baton.config` that suit such workers
 
     @property

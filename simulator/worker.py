@@ -16,7 +16,8 @@ from baton.config import Config
 from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
 from engine.step.batch import Sampled
-from engine.step.outcome import ScheduledBatch, StepDone
+from engine.step.outcome import ScheduledBatch, StepDone, StepFailed
+from engine.step.ring import LeaveRing, RingChunk
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs
@@ -25,6 +26,7 @@ from simulator.clock import Agenda, Body, Stops, VirtualProcess
 from simulator.device import CheckingDevice
 from simulator.feed import Feed
 from simulator.network import SimulatedNetwork
+from simulator.ring import RingMarks
 from simulator.routers import RouterAddress, RouterEndpoint, SimulatedRouterLinks
 from simulator.run import ReadPrefillScheduler, RunDecodeScheduler, RunDone, StepRun
 from simulator.timing import ModelTiming, Noise, StepWork
@@ -46,6 +48,8 @@ class StoreEndpoint(Protocol):
 
     @property
     def arena(self) -> SlotMemory: ...
+
+    ring_marks: RingMarks
 
     def call(self, worker: SimulatedWorker, call: Any) -> None: ...
 
@@ -87,7 +91,9 @@ class SimulatedWorker(WorkerShell):
         self.state: RunDecodeScheduler | ReadPrefillScheduler = (
             RunDecodeScheduler(config.decode, page_size, pages, calibration=card.steps, groups=groups)
             if role == "decode"
-            else ReadPrefillScheduler(config.prefill, page_size, pages, calibration=card.steps, groups=groups)
+            else ReadPrefillScheduler(
+                config.prefill, page_size, pages, calibration=card.steps, groups=groups, rings=card.rings
+            )
         )
         self._routers = SimulatedRouterLinks(
             routers, msg.Hello(peer, model=card, events="events", replay="replay"), network
@@ -225,7 +231,7 @@ class SimulatedWorker(WorkerShell):
         if self._device is not None and store is not None:
             self._device.copy(copies, store.arena)
 
-    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | RunDone]:
+    def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | RunDone | StepFailed]:
         work = StepWork.of(plan.values())
         noise = self._noise.draw()
         first = (work.seconds(self._times) + self._timing.turn) * noise
@@ -233,13 +239,35 @@ class SimulatedWorker(WorkerShell):
         if isinstance(self.state, RunDecodeScheduler) and work.rows == len(plan) and self._longest:
             left = min(self._output(name).end - chunk.end for name, chunk in plan.items())
             run.steps = int(max(1, min(self.state.repeatable_steps(plan), left, self._longest / first)))
-        known = self._known(plan)
-        yield run.end
+        known, chunk, store = self._known(plan), next(iter(plan.values())), self._store
+        if (ring := chunk.ring) is None:
+            yield run.end
+        elif store is None or not (yield from self._run_in_ring(ring, first, store.ring_marks)):
+            self._run = None
+            return StepFailed(plan, "the chunk before did not come")
         self._run = None
         if self._device is not None:
-            for tokens, chunk in zip(known, plan.values(), strict=True):
-                self._device.compute(tokens, chunk)
+            if ring is not None and store is not None:
+                for page, slot in ring.takes:
+                    self._device.pages[chunk.pages[page]] = store.arena.read(slot, 0)
+            for tokens, each in zip(known, plan.values(), strict=True):
+                self._device.compute(tokens, each)
+            if ring is not None and store is not None:
+                for page, slot in ring.gives:
+                    store.arena.write(slot, self._device.pages[chunk.pages[page]])
         return self._done(run, run.steps)
+
+    def _run_in_ring(self, ring: RingChunk, seconds: float, marks: RingMarks) -> Generator[float, None, bool]:
+        assert self._timing.layers is not None
+
+        def wake() -> None:
+            self._process.wake(self._agenda.now)
+
+        return marks.run(ring, seconds, self._timing.layers, self.now, wake)
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        if self._store is not None:
+            self._store.ring_marks.leave(left)
 
     def _known(self, plan: ScheduledBatch) -> list[list[int]]:
         """Return the tokens of each request of a step that is checked. A request may end meanwhile."""

@@ -154,7 +154,7 @@ class WorkerShell:
         return True
 
     def leave_ring(self, left: LeaveRing) -> None:
-        """Mark that a ring has been left. A worker whose card has no `rings` is in none."""
+        """Mark that a ring has been left."""
 
     def duplicate_page(self, order: DuplicatePage) -> None:
         """Copy a page on the device. It takes no time that would show."""

@@ -15,7 +15,9 @@ COPY = 0.002  # seconds a page
 MESSAGE, CALL = 0.001, 0.0001
 
 
-def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0) -> ModelTiming:
+def timing(
+    disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0, layers: int | None = None
+) -> ModelTiming:
     return ModelTiming(
         about="round figures",
         token_bytes=1_000,
@@ -32,6 +34,7 @@ def timing(disk: DiskTimes | None = None, start: float = 3.0, noise: float = 0.0
         start=start,
         noise=noise,
         disk=disk,
+        layers=layers,
         config={
             "prefill.max_num_batched_tokens": 4_096,
             "prefill.step_ms": 100,
