@@ -20,6 +20,7 @@ from engine.cpu import features  # noqa: E402
 from engine.models.config import parse_spec  # noqa: E402
 from engine.models.families.registry import FAMILIES  # noqa: E402
 from engine.spec import QUANTIZED_AT_LOAD, ModelSpec  # noqa: E402
+from engine.vllm_runner.drafts import MTP  # noqa: E402
 from kvstore.layout import FP8, INT8  # noqa: E402
 from tests.processes import test_exact  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
@@ -56,6 +57,9 @@ vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs the
 - *PP 2*: the same tokens from two pipeline stages. Models in groups of layers and with states are refused.
 - *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. With "TP 2", on two ranks
   as well. vLLM computes adapters of mixtures of experts with Triton, so on a CPU they are refused.
+- *MTP layers* as [drafts](vllm.md#vllms-drafts): [tokens are those without, guesses those of the
+  layer](../tests/vllm_runner/test_mtp.py). They are tried of
+  {mtp}.
 
 Scores beyond 88 times a soft cap (Gemma 2) make NaN on a CPU with AVX-512 ([vllm.md](vllm.md)).
 
@@ -280,7 +284,7 @@ def page() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     kinds = ["| checkpoint | windows | rotation | else |", "|---|---|---|---|", *(_kind(row) for row in rows())]
     tables = {"families": _vllm_families(), "formats": _format_rows(), "pages": _page_rows(), "gguf": _gguf_rows()}
-    tables |= {"at_load": _at_load_rows()}
+    tables |= {"at_load": _at_load_rows(), "mtp": [", ".join(f"`{name}`" for name in MTP)]}
     return (
         f"{HEAD}\n{chr(10).join(lines)}\n\n"
         f"Engine: `{_GENERATION_TESTS[0]}[checkpoint]` and\n`{_GENERATION_TESTS[1]}[checkpoint]`.\n"

@@ -104,7 +104,7 @@ def decode_size(kind: type, value: object) -> object:
     raise NotImplementedError(kind)
 
 
-_DRAFT_SHARE = 8  # the draft model's pages take one part in so many of decode.kv_cache_bytes, besides
+DRAFT_SHARE = 8  # the draft model's pages take one part in so many of decode.kv_cache_bytes, besides
 
 
 class _Section(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -122,14 +122,22 @@ ReasoningParser: TypeAlias = Literal[
 
 
 DRAFT_METHODS = ("draft_model", "eagle", "eagle3", "medusa")
+MTP_METHODS = ("mtp", "deepseek_mtp", "ernie_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp")
+"""vLLM's name for a layer of the model's own checkpoint that proposes tokens, and its earlier ones."""
 
 
 class SpeculativeConfig(_Section, frozen=True):
     """A draft that vLLM runs, by vLLM's names."""
 
-    method: str  # one of `DRAFT_METHODS`
+    method: str  # one of `DRAFT_METHODS` or `MTP_METHODS`
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=16)]
-    model: str = ""  # directory or hub id; required
+    model: str = ""  # directory or hub id; none by `MTP_METHODS`
+
+    def arguments(self) -> dict[str, str | int]:
+        """Return what vLLM is told."""
+        if self.model:
+            return msgspec.structs.asdict(self)
+        return {"method": MTP_METHODS[0], "num_speculative_tokens": self.num_speculative_tokens}
 
 
 class ModelConfig(_Section, frozen=True):
@@ -485,7 +493,7 @@ class Config(_Section, frozen=True):
     @property
     def draft_cache_bytes(self) -> int:
         """What the pages of a decode worker's draft model take at most."""
-        return self.decode.kv_cache_bytes.on_cpu // _DRAFT_SHARE if self.model.draft_model else 0
+        return self.decode.kv_cache_bytes.on_cpu // DRAFT_SHARE if self.model.draft_model else 0
 
     def device_of(self, role: WorkerRole) -> str:
         """The torch device of that role's workers; it may be "auto"."""
@@ -711,9 +719,13 @@ def _check_models(config: Config) -> None:
                 )
         if len(named := [f"model.{field} is {value!r}" for field, _, value in drafters if value]) > 1:
             raise ConfigError(f"{' and '.join(named)}; name one of them")
-        if model.speculative_config:
-            _check_method(model.speculative_config.method)
-            if not model.speculative_config.model:
+        if draft := model.speculative_config:
+            _check_method(draft.method)
+            if draft.method in MTP_METHODS and draft.model:
+                raise ConfigError(
+                    f"model.speculative_config: {draft.method} is a layer of the model's checkpoint: leave out model"
+                )
+            if draft.method in DRAFT_METHODS and not draft.model:
                 raise ConfigError("model.speculative_config names no model; name the draft's directory or hub id")
         names = {*model.served_names, *model.lora_modules}
         if clash := names_so_far & names:
@@ -724,14 +736,13 @@ def _check_models(config: Config) -> None:
 
 
 def _check_method(method: str) -> None:
-    if method in DRAFT_METHODS:
+    if method in (*DRAFT_METHODS, *MTP_METHODS):
         return
     advice = {
         "ngram": "set model.speculation to ngram instead",
         "mlp_speculator": "our own engine has such heads: set model.speculation_heads",
-        "mtp": "models that bring MTP layers have latents or states, whose steps verify no proposals",
     }
-    known = f"it must be one of {', '.join(DRAFT_METHODS)}"
+    known = f"it must be one of {', '.join((*DRAFT_METHODS, MTP_METHODS[0]))}"
     raise ConfigError(f"model.speculative_config: method is {method!r}; {advice.get(method, known)}")
 
 

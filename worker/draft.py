@@ -6,8 +6,9 @@ Heads have their weights alone. vLLM loads its own drafts with the model.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from baton.checkpoint_files import read_config, text_settings
 from baton.checkpoints import hub
@@ -33,12 +34,17 @@ def check(model: ModelConfig, path: Path) -> None:
     """Raise ConfigError unless the draft or the heads that are named fit the checkpoint in `path`, and ModelError if
     they can't be read. What is not named is not checked."""
     if settings := model.speculative_config:
-        folder = hub.resolve(settings.model)
+        folder = hub.resolve(settings.model) if settings.model else path
         own, other = (text_settings(read_config(each)) for each in (path, folder))
-        if wrong := drafts.lack(settings, own, other):
-            raise ConfigError(f"model.speculative_config: {settings.model} does not fit the model: {wrong}")
-        with TensorFiles(folder):  # of other formats vLLM would unpickle some
-            pass
+        wrong = drafts.lack(settings, own, other)
+        if not wrong:
+            with TensorFiles(folder) as files:  # of other formats vLLM would unpickle some
+                if (weight := drafts.weight(settings, own)) and weight not in files.names:
+                    wrong = f"its checkpoint was saved without {weight}"
+        if wrong:
+            raise ConfigError(
+                f"model.speculative_config: {settings.model or settings.method} does not fit the model: {wrong}"
+            )
     if model.speculation_heads:
         spec, fitting = load_spec(path), heads.load_spec(hub.resolve(model.speculation_heads))
         if (fitting.vocab_size, fitting.hidden_size) != (spec.vocab_size, spec.hidden_size):
@@ -58,6 +64,15 @@ def check(model: ModelConfig, path: Path) -> None:
     if _vocabulary(path) != _vocabulary(draft):
         raise ConfigError(_unlike(model, "has a tokenizer.json with other tokens than the model's"))
     weights.check(draft, spec, weights.TORCH_DTYPES[dtype_of(spec, model.dtype)], linear_maker("cpu", spec, ""))
+
+
+def page_layers(model: ModelConfig, raw: Mapping[str, Any]) -> int:
+    """Return how many layers vLLM's draft adds to the pages of a model with this config. Raises ModelNotFound, and
+    ModelError for sizes that are none."""
+    if (settings := model.speculative_config) is None:
+        return 0
+    folder = hub.resolve(settings.model, ["config.json"]) if settings.model else None
+    return drafts.layers(settings.method, text_settings(read_config(folder) if folder else raw))
 
 
 def load(config: Config, runner: Runner) -> Drafter | None:

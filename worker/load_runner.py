@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 
@@ -23,10 +22,10 @@ from engine.models.memory import weight_bytes
 from engine.models.weights import TORCH_DTYPES
 from engine.runner import Runner
 from engine.vllm_runner import compiling
-from engine.vllm_runner.drafts import layers
 from engine.vllm_runner.pages import largest_page, vllm_kv_dtype
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.layout import PageLayout
+from worker.draft import page_layers
 from worker.engine_choice import devices_of, engine_of
 from worker.pool_size import CudaMemory, await_memory, fitting_pages, pool_pages
 
@@ -65,16 +64,13 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
     path = hub.resolve(config.model.path)
     raw, held = read_config(path), config.model.kv_cache_dtype
     draft = config.model.speculative_config
-    if draft is not None:
+    if draft is not None and draft.model:
         draft = msgspec.structs.replace(draft, model=str(hub.resolve(draft.model)))
     num_pages: int | None = None
     if device == "cpu" or own.kv_cache_bytes:
         size = _room_for(own.kv_cache_bytes.on_cpu) if device == "cpu" else int(own.kv_cache_bytes)
         page = largest_page(raw, config.model.dtype, page_size, held, config.stage_ranks_of(role))
-        if draft is not None:
-            more = layers(draft.method, read_config(Path(draft.model)))
-            page = replace(page, num_layers=page.num_layers + more)
-        num_pages = pool_pages(size, page)
+        num_pages = pool_pages(size, replace(page, num_layers=page.num_layers + page_layers(config.model, raw)))
     share = 1.0 if own.num_gpus == "auto" else own.num_gpus
     tokens = max(config.prefill.max_num_batched_tokens, config.decode.max_num_batched_tokens)  # it may change its role
     eager = config.model.enforce_eager
@@ -103,7 +99,7 @@ def _vllm(config: Config, role: WorkerRole, device: str) -> VllmRunner:
         quantization=config.model.quantization,
         expert_parallel=config.model.enable_expert_parallel,
         stages=config.stages_of(role),
-        drafts={} if draft is None else msgspec.structs.asdict(draft),
+        drafts={} if draft is None else draft.arguments(),
     )
 
 

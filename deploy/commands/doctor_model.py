@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +195,7 @@ def _memory(
     if not weights:
         yield Finding("bad", "memory", "the checkpoint has no *.safetensors", "Baton loads no other kind of weights")
         return
-    page = _page_bytes(config, raw, spec, choice)
+    page, draft = _page_bytes(config, raw, spec, choice), preflight.draft_weight_bytes(config.model)
     per_page = f", {size(page)} a page" if page else ""
     if device == "cpu":
         room = available_memory()
@@ -205,10 +205,10 @@ def _memory(
         free = int(ranks * total * own.gpu_memory_utilization)
         bound = f"{own.gpu_memory_utilization:g} of {f'{ranks} × ' if ranks > 1 else ''}{gpus.gpus[0].name}"
         pages = int(own.kv_cache_bytes)
-    text = (
-        f"weights {size(weights)}, pages {size(pages) if pages else 'what is left'}{per_page}; {size(free)} ({bound})"
-    )
-    if weights + pages > free:
+    beside = f", those of the draft {size(draft)}" if draft else ""
+    text = f"weights {size(weights)}{beside}, pages {size(pages) if pages else 'what is left'}{per_page}"
+    text += f"; {size(free)} ({bound})"
+    if weights + draft + pages > free:
         yield Finding("bad", "memory", text, "lower kv_cache_bytes, or take a machine or a GPU with more memory")
     else:
         yield Finding("ok", "memory", text)
@@ -233,12 +233,14 @@ def _arena(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None, choic
 def _page_bytes(config: Config, raw: Mapping[str, Any], spec: ModelSpec | None, choice: EngineChoice) -> int | None:
     """Of one page of the model; None where the config does not say."""
     from engine.engine import layout_of
+    from worker.draft import page_layers
 
     text: Mapping[str, Any] = text_settings(raw)
     text = {"quantization_config": raw.get("quantization_config"), **text}
     own = config.model.dtype, config.pages.page_size, config.model.kv_cache_dtype
     try:
         native = spec if choice.engine == "native" else None
-        return (layout_of(native, *own) if native else largest_page(text, *own)).page_bytes
+        page = layout_of(native, *own) if native else largest_page(text, *own)
+        return replace(page, num_layers=page.num_layers + page_layers(config.model, raw)).page_bytes
     except ModelError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,12 +14,12 @@ from rich.markup import escape
 
 from baton.checkpoint_files import read_config, text_settings
 from baton.checkpoints import hub
-from baton.config import MAX_RANKS, Bytes, Config, load
+from baton.config import DRAFT_SHARE, MAX_RANKS, Bytes, Config, ModelConfig
 from baton.errors import ConfigError, InvalidRequest, UnsupportedModel
 from baton.system_memory import available_memory
-from deploy.commands.terminal import EngineOption, Json, command, err, new_table, out, print_json
+from deploy.commands.terminal import EngineOption, Json, command, err, load, new_table, out, print_json
 from deploy.commands.terminal import size as shown
-from deploy.control_plane.preflight import runs_on_cpu
+from deploy.control_plane.preflight import draft_weight_bytes, runs_on_cpu
 from engine.device.gpu_memory import CONTEXT_BYTES, GpuMemory, GpuUse, pool_bytes
 from engine.device.gpus import visible_gpus
 from engine.models.config_file import ConfigFile
@@ -82,6 +83,11 @@ def size(
         EngineOption,
         typer.Option(metavar="ENGINE", help="vllm: on a CPU, layers with windows have pages of their own."),
     ] = EngineOption.AUTO,
+    draft_model: Annotated[str, typer.Option(help="Small model that proposes tokens; as with `baton up`.")] = "",
+    speculation_heads: Annotated[str, typer.Option(help="Heads that propose tokens; as with `baton up`.")] = "",
+    speculative_config: Annotated[
+        str, typer.Option(metavar="JSON", help="vLLM's draft, whose layers are in pages; as with `baton up`.")
+    ] = "",
     memory: Annotated[
         str, typer.Option(help="Memory of one worker or rank, such as 80GiB; by default what is free here.")
     ] = "",
@@ -99,15 +105,17 @@ def size(
         "model.tensor_parallel_size": tensor_parallel_size,
         "model.pipeline_parallel_size": pipeline_parallel_size,
         "pages.page_size": page_size,
+        "model.draft_model": draft_model,
+        "model.speculation_heads": speculation_heads,
     }
-    config = load(None, {**flags, "model.device": device.value, "model.engine": engine.value})
+    drafts = [f"model.speculative_config={speculative_config}"] if speculative_config else []
+    config = load(None, drafts, {**flags, "model.device": device.value, "model.engine": engine.value})
     sizes = sizes_of(config, model, context, concurrency, room)
     if as_json:
         print_json(sizes.as_json())
     else:
-        _show(
-            model, sizes, [f"{name}={value}" for name, value in flags.items() if load(None, {name: value}) != Config()]
-        )
+        chosen = [f"{name}={value}" for name, value in flags.items() if load(None, [], {name: value}) != Config()]
+        _show(model, sizes, [*chosen, *map(shlex.quote, drafts)])
 
 
 @dataclass(frozen=True)
@@ -165,6 +173,7 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
     from engine.engine import dtype_of, layout_of, linear_maker, quantization_lack
     from engine.models.memory import WorkerMemory, activation_bytes
     from engine.models.weights import TORCH_DTYPES
+    from worker.draft import page_layers
 
     model, page_size, stages = config.model, config.pages.page_size, config.model.pipeline_parallel_size
     heads = model.tensor_parallel_size
@@ -174,11 +183,14 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
         raise InvalidRequest(f"{heads} ranks can't share {spec.num_kv_heads} KV heads evenly")
     if spec.num_layers < stages:
         raise InvalidRequest(f"{stages} stages can't share {spec.num_layers} layers")
-    on_cpu, vllm = runs_on_cpu(config, "decode"), model.engine == "vllm" or heads * stages > 1
+    on_cpu, more = runs_on_cpu(config, "decode"), page_layers(model, {})
+    vllm = model.engine == "vllm" or heads * stages > 1 or model.speculative_config is not None
     ours = on_cpu and not vllm and model.kv_cache_dtype in CODES
     held = None if ours else FP8.get(model.kv_cache_dtype)
     vllm = vllm or held is not None
-    layers, groups = of_groups(spec.windows, page_size) if vllm and on_cpu else (spec.num_layers, NO_GROUPS)
+    layers, groups = spec.num_layers + more, NO_GROUPS
+    if vllm and on_cpu:
+        layers, groups = of_groups([*spec.windows, *[None] * more], page_size)
     if stages > 1 and not on_cpu:
         raise InvalidRequest("pipeline stages run on a CPU only: leave out --pipeline-parallel-size")
     if stages > 1 and groups.count:
@@ -201,12 +213,12 @@ def compute(config: Config, spec: ModelSpec, context: int, concurrency: int, roo
     ranks = [rank(own) for own in of_stages(spec.num_layers, stages)]
     weights, layout = max(ranks, key=lambda each: each[0] + each[1].page_bytes * per_sequence * concurrency)
 
-    def worker(sequences: int, tokens: int, pages: int) -> WorkerMemory:
+    def worker(sequences: int, tokens: int, pages: int, *, decodes: bool = False) -> WorkerMemory:
         activations = activation_bytes(spec, kind, tokens, sequences, maker)
         parts = WorkerMemory(weights, pages * sequences * layout.page_bytes, activations)
-        return parts if on_cpu else replace(parts, process=CONTEXT_BYTES)
+        return _with_draft(parts if on_cpu else replace(parts, process=CONTEXT_BYTES), model, decodes=decodes)
 
-    decode = worker(concurrency, config.decode.max_num_batched_tokens, per_sequence)
+    decode = worker(concurrency, config.decode.max_num_batched_tokens, per_sequence, decodes=True)
     prefill = worker(config.prefill.max_num_seqs, config.prefill.max_num_batched_tokens, per_prompt)
     memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, heads * stages)
     if on_cpu:
@@ -232,6 +244,7 @@ def compute_pages(config: Config, path: Path, context: int, concurrency: int, ro
     Raises ModelError for a config that makes no sense, InvalidRequest for pages, ranks and stages that can't hold it.
     """
     from engine.models.memory import WorkerMemory
+    from worker.draft import page_layers
 
     raw, model, page_size = read_config(path), config.model, config.pages.page_size
     text, ranks, on_cpu = text_settings(raw), model.tensor_parallel_size, runs_on_cpu(config, "decode")
@@ -245,13 +258,14 @@ def compute_pages(config: Config, path: Path, context: int, concurrency: int, ro
     shared = 1 if whole.form == LATENT else ranks
     if whole.num_kv_heads % shared:
         raise InvalidRequest(f"{ranks} ranks can't share {whole.num_kv_heads} KV heads evenly")
-    layers, groups = of_config(text, page_size) if on_cpu else (whole.num_layers, NO_GROUPS)
+    more = page_layers(model, raw)
+    layers, groups = of_config(text, page_size, more) if on_cpu else (whole.num_layers + more, NO_GROUPS)
     layout = replace(whole, num_layers=layers, num_kv_heads=whole.num_kv_heads // shared)
     seen, per_sequence, per_prompt = _pages(context, page_size, groups)
     weights = sum(file.stat().st_size for file in path.glob("*.safetensors")) // ranks
     decode, prefill = (
-        WorkerMemory(weights, pages * layout.page_bytes, 0)
-        for pages in (per_sequence * concurrency, per_prompt * config.prefill.max_num_seqs)
+        _with_draft(WorkerMemory(weights, pages * layout.page_bytes, 0), model, decodes=decodes)
+        for decodes, pages in ((True, per_sequence * concurrency), (False, per_prompt * config.prefill.max_num_seqs))
     )
     memory, bound = (GpuMemory(room, room), "--memory") if room is not None else _free(on_cpu, ranks)
     pages = max(0, memory.free - (decode.total - decode.pages)) // layout.page_bytes
@@ -264,6 +278,14 @@ def compute_pages(config: Config, path: Path, context: int, concurrency: int, ro
         per_sequence * concurrency * layout.page_bytes * shared, decode, prefill, memory.free, bound,
         pages // per_sequence, min(alone * page_size, limit), groups, snapshot,
     )  # fmt: skip
+
+
+def _with_draft(parts: WorkerMemory, model: ModelConfig, *, decodes: bool) -> WorkerMemory:
+    """Add the draft's weights, and on our own engine the pages of a draft model. There only decode workers have one."""
+    if not decodes and model.speculative_config is None:
+        return parts
+    pages = parts.pages // DRAFT_SHARE if model.draft_model else 0
+    return replace(parts, draft=draft_weight_bytes(model) + pages)
 
 
 def _pages(context: int, page_size: int, groups: WindowGroups) -> tuple[int, int, int]:
@@ -327,8 +349,11 @@ def _show(model: str, sizes: Sizes, settings: list[str]) -> None:
         f"{shown(sizes.kv_bytes_per_token)} a token, {shown(sizes.page_bytes)} a page{states}"
     )
     table = new_table("one worker" if sizes.ranks == 1 else f"one of {sizes.ranks} ranks", ">decode", ">prefill")
-    for row in ("weights", "pages", "activations", "process", "total"):
-        name = f"KV of {sizes.concurrency} × {sizes.context} tokens" if row == "pages" else row
+    for row in ("weights", "pages", "draft", "activations", "process", "total"):
+        if row == "draft" and not sizes.decode.draft:
+            continue
+        titles = {"pages": f"KV of {sizes.concurrency} × {sizes.context} tokens", "draft": "of the draft"}
+        name = titles.get(row, row)
         table.add_row(name, *(shown(getattr(each, row)) for each in (sizes.decode, sizes.prefill)))
     out.print(table)
     out.print(f"{shown(sizes.room)} are free ({escape(sizes.bound)}). A decode worker has room there for:")

@@ -112,7 +112,7 @@ def _settle(config: Config, say: Say) -> Config:
 def _settle_model(pool: Config, say: Say) -> ModelConfig:
     model = pool.model
     path, known = hub.resolve(model.path, say=say), named.MODELS.get(model.path)
-    if (draft := model.speculative_config) is not None:
+    if (draft := model.speculative_config) is not None and draft.model:
         draft = msgspec.structs.replace(draft, model=str(hub.resolve(draft.model, say=say).resolve()))
     by_name = known is not None and path == known.folder and not is_loopback(pool.router.host)
     return msgspec.structs.replace(

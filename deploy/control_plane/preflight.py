@@ -19,7 +19,7 @@ from baton.api_keys import KeyRing
 from baton.checkpoint_files import read_config
 from baton.checkpoints import gguf_file, hub
 from baton.checkpoints.from_gguf import FILE as GGUF_FILE
-from baton.config import Config, WorkerConfig
+from baton.config import Config, ModelConfig, WorkerConfig
 from baton.errors import BatonError, ConfigError, ModelNotFound, NotEnoughMemory, StartupError
 from baton.hosts import is_loopback
 from baton.messages import WorkerRole
@@ -248,12 +248,8 @@ def _check_memory(config: Config, room: AvailableMemory) -> int:
     weights = _loaded_bytes(config, checkpoint) if checkpoint else 0
     copies = sum(count for _, count in on_cpu)  # of the weights
     pools += decode * config.draft_cache_bytes
-    model = config.model
-    own = model.speculative_config
-    drafts = model.draft_model or model.speculation_heads or (own.model if own is not None else "")
-    draft = hub.cached(drafts) if drafts else None
-    drafting = decode if own is None else copies
-    loaded = copies * weights + (drafting * weight_bytes(draft) if draft else 0)
+    drafting = decode if config.model.speculative_config is None else copies
+    loaded = copies * weights + drafting * draft_weight_bytes(config.model)
     processes = sum(count * _process_bytes(config, role) for role, _, count in roles)
     arena = arena_bytes(config, room)
     needed = arena + pools + processes + loaded
@@ -432,6 +428,15 @@ def weight_bytes(path: Path) -> int:
     """Return the bytes of a checkpoint's weights; 0 if they are not on this machine."""
     files = [*path.glob("*.safetensors"), path / GGUF_FILE]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def draft_weight_bytes(model: ModelConfig) -> int:
+    """Return the bytes of the weights of a draft or of heads; 0 if they are not on this machine. MTP layers are in the
+    files of the model."""
+    own = model.speculative_config
+    named = model.draft_model or model.speculation_heads or (own.model if own is not None else "")
+    folder = hub.cached(named) if named else None
+    return weight_bytes(folder) if folder else 0
 
 
 def native_weight_bytes(config: Config, spec: ModelSpec, device: str) -> int:

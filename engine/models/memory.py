@@ -22,10 +22,11 @@ class WorkerMemory:
     pages: int
     activations: int  # the largest step's, about
     process: int = _WORKER_BYTES
+    draft: int = 0  # its weights, and its pages on our own engine
 
     @property
     def total(self) -> int:
-        return self.weights + self.pages + self.activations + self.process
+        return self.weights + self.pages + self.activations + self.process + self.draft
 
 
 def weight_bytes(config: ModelSpec, dtype: torch.dtype, maker: LinearMaker, head: bool = True) -> int:

@@ -16,7 +16,7 @@ TESTED_ARCHITECTURES = frozenset(
     {
         "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM",
         "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo2ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM",
-        "GptOssForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+        "GptOssForCausalLM", "Glm4MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
         "GraniteMoeHybridForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM",
     }
 )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 from baton.errors import UnsupportedModel
 from engine.vllm_runner.device_memory import await_memory
+from engine.vllm_runner.latent_rows import take_several_rows
 from engine.vllm_runner.layers import STATE_WINDOW
 from engine.vllm_runner.lora_on_cpu import use_the_cpu
 from engine.vllm_runner.messages import Load
@@ -53,7 +54,11 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
     arguments = engine_arguments(order)
     config = EngineArgs(**arguments).create_engine_config()
     if config.model_config.use_mla and order.device == "cpu":
-        config = EngineArgs(**(arguments := arguments | _MLA_ON_CPU)).create_engine_config()
+        arguments |= _MLA_ON_CPU
+        if order.drafts:  # a draft has a backend of its own
+            arguments["speculative_config"]["attention_backend"] = _MLA_ON_CPU["attention_backend"]
+        config = EngineArgs(**arguments).create_engine_config()
+        take_several_rows()
     context: int = config.model_config.max_model_len
     if order.num_pages is not None:
         if context > (longest := order.num_pages * order.page_size):

@@ -88,8 +88,8 @@ class BatonExtension:
             kind = {"head_dim": width if latent else width // 2, "dtype": _dtype(caches[0], held), "form": form}
         return {
             "beside": self._baton_mover is not None,
-            # Rows of latents take another kernel than a single one. Stages were not tried.
-            "verifies": not (self.use_v2_model_runner or latent or stages > 1),
+            # Rows of latents on a GPU take another kernel than a single one. Stages were not tried.
+            "verifies": not (self.use_v2_model_runner or stages > 1 or (latent and caches[0].is_cuda)),
             "num_layers": len(caches),
             "num_kv_heads": heads,
             "page_size": page_size,

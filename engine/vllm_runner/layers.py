@@ -35,11 +35,13 @@ def of_groups(windows: Sequence[int | None], page_size: int) -> tuple[int, Windo
     return layers, WindowGroups(-(-windowed // layers), widths[0], page_size)
 
 
-def of_config(config: Mapping[str, Any], page_size: int) -> tuple[int, WindowGroups]:
-    """Return the same from a model's config. Raises ModelError for sizes that are none."""
+def of_config(config: Mapping[str, Any], page_size: int, more: int = 0) -> tuple[int, WindowGroups]:
+    """Return the same from a model's config, with so many `more` layers without a window. Raises ModelError for sizes
+    that are none."""
     layers = ConfigFile(config).count("num_hidden_layers")
     if not has_states(config):
         window, kinds = config.get("sliding_window"), config.get("layer_types") or ["full_attention"] * layers
-        return of_groups([window if kind == "sliding_attention" else None for kind in kinds], page_size)
+        windows = [window if kind == "sliding_attention" else None for kind in kinds]
+        return of_groups([*windows, *[None] * more], page_size)
     main = group_layers(layers) if states_only(config) else attending_layers(config)
     return main, WindowGroups(layers // max(1, main) - 1, STATE_WINDOW, page_size, states=True)

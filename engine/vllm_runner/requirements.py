@@ -96,8 +96,8 @@ def setting_that_needs_vllm(config: Config) -> str:
         return f"model.lora_modules names LoRA adapters ({', '.join(sorted(config.model.lora_modules))})"
     if config.model.max_loras:
         return f"model.max_loras is {config.model.max_loras}"
-    if config.model.speculative_config:
-        return f"model.speculative_config names a draft ({config.model.speculative_config.model})"
+    if draft := config.model.speculative_config:
+        return f"model.speculative_config names a draft ({draft.model or draft.method})"
     if config.model.kv_cache_dtype in pages.FP8.keys() - CODES.keys():
         return f"model.kv_cache_dtype is {config.model.kv_cache_dtype}"
     if config.model.quantization and config.model.quantization not in QUANTIZED_AT_LOAD:
@@ -121,8 +121,6 @@ def proposals_lack(text: Mapping[str, Any], *, on_gpu: bool, exact: bool, stages
         return f"vLLM's second model runner ({SECOND_RUNNER}) verifies no proposals of Baton's"
     if not exact:
         return "model.numerics is mixed, where rows of proposals may have other bits than single rows"
-    if pages.latent_width(text):
-        return "latents (MLA) of several rows are computed by other kernels than those of one"
     if stages > 1:
         return "pipeline stages verify no proposals"
     if pages.has_states(text):

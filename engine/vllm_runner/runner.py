@@ -242,7 +242,7 @@ class VllmRunner:
         )
         fingerprint = _fingerprint(path)
         if drafts:
-            fingerprint = _with_drafts(fingerprint, drafts)
+            fingerprint = _with_drafts(fingerprint, path, drafts)
         if quantization:
             fingerprint = _digest(fingerprint, quantization)
         environment = child_environment(os.environ, device, threads, order.stage_ranks, exact=exact)
@@ -540,12 +540,13 @@ def _fingerprint(path: Path) -> bytes:
     return _digest(content, f"vllm {_release()}")
 
 
-def _with_drafts(fingerprint: bytes, drafts: Mapping[str, str | int]) -> bytes:
-    """The same with a draft's content, if pages have layers of it."""
-    path = Path(str(drafts["model"]))
-    if not layers(str(drafts["method"]), read_config(path)):
+def _with_drafts(fingerprint: bytes, path: Path, drafts: Mapping[str, str | int]) -> bytes:
+    """The same with the content of a draft, if pages have layers of it. MTP layers are a part of the checkpoint in
+    `path`."""
+    folder = Path(str(drafts.get("model", path)))
+    if not layers(str(drafts["method"]), read_config(folder)):
         return fingerprint
-    own = _fingerprint(path)
+    own = fingerprint if folder == path else _fingerprint(folder)
     return _digest(fingerprint, f"{drafts['method']} {own.hex()}")
 
 

@@ -13,6 +13,7 @@ from baton.errors import InvalidRequest
 from bench import random_model
 from deploy.cli import app
 from deploy.commands import doctor_model, size
+from deploy.commands.terminal import size as shown
 from deploy.control_plane import checkpoint, preflight
 from engine.checkpoint import rounding
 from engine.cpu import build
@@ -90,6 +91,18 @@ def test_the_runner_that_can_serve_it_is_named_when_another_one_is_asked_for(mod
     code, report = doctor(model, "--set", "model.engine=native", "--set", "pages.page_size=32", vllm=RIGHT)
     assert code == 1
     assert "--engine vllm" in finding(report, "engine")["advice"]
+
+
+def test_a_draft_is_counted(model: Path, doctor: Doctor, tmp_path: Path):
+    changed(model, head_dim=32, dtype="bfloat16")
+    draft = changed(random_model.write(tmp_path / "draft"), num_hidden_layers=1)
+    own = json.dumps({"method": "eagle", "model": str(draft), "num_speculative_tokens": 3})
+    settings = ("pages.page_size=32", f"model.speculative_config={own}")
+    _, report = doctor(model, *(part for one in settings for part in ("--set", one)), vllm=RIGHT)
+    assert report["engine"] == "vllm"
+    weights = shown((draft / "model.safetensors").stat().st_size)
+    assert f"those of the draft {weights}" in finding(report, "memory")["found"]
+    assert ", 80.0 KiB a page" in finding(report, "memory")["found"]
 
 
 def test_pages_in_fp8_take_half(model: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch):

@@ -17,6 +17,7 @@ from decode_worker.scheduler import DecodeScheduler
 from deploy.models import DEMO_MODEL, DRAFT_MODEL
 from engine.engine import Engine
 from engine.step.outcome import StepDone
+from engine.vllm_runner import drafts
 from kvstore.keys import pack_tokens
 from tools.demo_model import evaluate
 from worker import draft
@@ -128,17 +129,42 @@ def test_a_draft_of_vllm_that_does_not_fit_is_refused_by_name(
     with pytest.raises(ConfigError, match=f"{other} does not fit the model: {why}") if why else nullcontext():
         draft.check(model, DEMO_MODEL)
     if not why:
+        latents = json.loads((DEMO_MODEL / "config.json").read_text()) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        assert "only mtp" in drafts.lack(model.speculative_config, latents, latents)
         (other / "model.safetensors").rename(other / "pytorch_model.bin")
         with pytest.raises(ModelNotFound, match="safetensors"):
             draft.check(model, DEMO_MODEL)
+
+
+MTP = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"architectures": None}, "MTP layers were tried of .*, and the model is "),
+        ({}, "MTP layers were tried of .*, and the model is Qwen2ForCausalLM"),
+        (MTP | {"num_nextn_predict_layers": 0}, r"its config\.json names no MTP layer \(num_nextn_predict_layers\)"),
+        (MTP | {"num_nextn_predict_layers": 2}, "it has 2 MTP layers, and vLLM's first model runner asks the first"),
+        (MTP, r"its checkpoint was saved without model\.mtp_layers\.0\.input_proj\.weight"),
+    ],
+)
+def test_a_model_without_the_layer_that_is_asked_for_is_refused_by_name(
+    config: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    path = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | config))
+    model = settings(**{"model.speculative_config": {"method": "mimo_mtp", "num_speculative_tokens": 1}}).model
+    with pytest.raises(ConfigError, match=f"mimo_mtp does not fit the model: {why}"):
+        draft.check(model, path)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"method": "ngram", "prompt_lookup_max": 4}, "method is 'ngram'; set model.speculation to ngram instead"),
-        ({"method": "mtp"}, "method is 'mtp'; models that bring MTP layers have latents or states"),
-        ({"method": "suffix"}, "method is 'suffix'; it must be one of draft_model, eagle, eagle3, medusa"),
+        ({"method": "mtp"}, "mtp is a layer of the model's checkpoint: leave out model"),
+        ({"method": "suffix"}, "method is 'suffix'; it must be one of draft_model, eagle, eagle3, medusa, mtp"),
         ({"model": ""}, "names no model"),
         ({"num_speculative_tokens": 17}, r"<= 16 - at `\$\.model\.speculative_config\.num_speculative_tokens`"),
         ({"parallel_drafting": True}, r"unknown field `parallel_drafting` - at `\$\.model\.speculative_config`"),

@@ -301,6 +301,38 @@ def test_what_fits_of_models_that_vllm_alone_knows(
     assert "--set pages.page_size=" in said(*argv, "--page-size", "16")
 
 
+def test_a_draft_is_counted(tmp_path: Path) -> None:
+    """Its weights, as its files are large, and what it adds to pages or has for pages of its own."""
+    write(tmp_path / "model", "LlamaForCausalLM", False, 2)
+    write(tmp_path / "draft", "LlamaForCausalLM", False, 1)
+    (tmp_path / "draft" / "model.safetensors").write_bytes(bytes(5_000))
+    mtp = BASE | {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "mtp").mkdir()
+    (tmp_path / "mtp" / "config.json").write_text(json.dumps(mtp))
+
+    def sizes(model: str, *more: str) -> dict[str, Any]:
+        argv = ["size", str(tmp_path / model), "--device", "cpu", "--memory", "1GiB", "--page-size", "32", "--json"]
+        return json.loads(CliRunner().invoke(app, [*argv, *more]).stdout)
+
+    def own(method: str, **more: str) -> Sequence[str]:
+        return "--speculative-config", json.dumps({"method": method, "num_speculative_tokens": 3, **more})
+
+    draft = str(tmp_path / "draft")
+    plain, eagle = sizes("model"), sizes("model", *own("eagle", model=draft))
+    assert (eagle["vllm"], eagle["page_bytes"] * 2) == (True, plain["page_bytes"] * 3)
+    assert (eagle["decode"]["draft"], eagle["prefill"]["draft"]) == (5_000, 5_000)
+    assert eagle["decode"]["total"] - plain["decode"]["total"] == 5_000 + plain["decode"]["pages"] // 2
+    ours = sizes("model", "--draft-model", draft)
+    assert ours["page_bytes"] == plain["page_bytes"]
+    assert (ours["decode"]["draft"], ours["prefill"]["draft"]) == (5_000 + plain["decode"]["pages"] // 8, 0)
+    assert sizes("model", "--speculation-heads", draft)["decode"]["draft"] == 5_000
+    alone, layer = sizes("mtp"), sizes("mtp", *own("mtp"))
+    assert layer["page_bytes"] * 2 == alone["page_bytes"] * 3
+    assert layer["decode"]["draft"] == 0  # in the files of the model
+    argv = ["size", str(tmp_path / "model"), "--device", "cpu", *own("eagle", model=draft)]
+    assert "of the draft" in CliRunner().invoke(app, argv).output
+
+
 def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
     write(tmp_path / "model", "LlamaForCausalLM", False, 2)
     argv = ["size", str(tmp_path / "model"), "--device", "cpu", "--memory", "1GiB", "--dtype", "bfloat16"]

@@ -26,6 +26,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteMoeHybridConfig,
@@ -218,6 +220,17 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
         },
     ),
     "olmo2": Recipe(Olmo2Config, Olmo2ForCausalLM),
+    "glm4-moe": Recipe(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+    ),
     "deepseek-v2": Recipe(
         DeepseekV2Config, DeepseekV2ForCausalLM, {**_LATENT, "head_dim": 64, "topk_method": "greedy", "topk_group": 1}
     ),
@@ -404,12 +417,11 @@ class Reference:
         return min(gaps, default=math.inf)
 
 
-def reference(path: Path) -> Reference:
-    """Load a checkpoint with transformers, in float32."""
+def reference(path: Path, name: str = "") -> Reference:
+    """Load a checkpoint with transformers, in float32: by the architecture that it names, or as the recipe `name`."""
     raw = json.loads((path / "config.json").read_text())
+    named = _recipe(name).model.__name__ if name else raw["architectures"][0]
     model: Callable[..., PreTrainedModel] = next(
-        recipe.model
-        for recipe in (*RECIPES.values(), *VLLM_RECIPES.values())
-        if recipe.model.__name__ == raw["architectures"][0]
+        recipe.model for recipe in (*RECIPES.values(), *VLLM_RECIPES.values()) if recipe.model.__name__ == named
     ).from_pretrained
     return Reference(model(path, dtype=torch.float32, attn_implementation="eager").eval())

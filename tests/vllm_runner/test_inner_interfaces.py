@@ -110,6 +110,15 @@ def parameters(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
+def test_rows_of_latents():
+    from vllm.model_executor.layers.attention import mla_attention
+
+    names = {"block_table_tensor", "seq_lens_device", "query_start_loc_device", "num_decode_tokens"}
+    assert names <= set(parameters(mla_attention.MLACommonMetadataBuilder._build_decode))
+    assert "decode_threshold" in parameters(mla_attention.split_decodes_and_prefills)
+    assert mla_attention.QueryLenSupport.VARLEN
+
+
 def needed(function: Any) -> set[str]:
     """The parameters that a call has to have."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY)

@@ -44,7 +44,7 @@ def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
 
 EXACT = (
     "llama", "qwen2", "qwen3", "mistral", "mistral-window", "phi3", "gemma2", "gemma3", "olmo2", "mixtral", "qwen3-moe",
-    "gpt-oss",
+    "gpt-oss", "glm4-moe",
 )  # fmt: skip
 
 

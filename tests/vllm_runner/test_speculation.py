@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -131,14 +131,25 @@ def test_a_sequence_moves_and_is_computed_again_after_a_wrong_proposal(paths: Ca
 
 @pytest.mark.technique("Speculation by n-grams, token-identical")
 def test_a_cluster_has_the_tokens_that_it_has_without_while_a_worker_dies(path: Path, tmp_path: Path) -> None:
-    """Greedy, drawn and ruled outputs of 24 at once, with n-grams, and with the model as its own draft, which our own
-    engine or vLLM runs. Then the pages of prompts have layers of the draft."""
+    """With n-grams, and with the model as its own draft, which our own engine or vLLM runs. Then the pages of prompts
+    have layers of the draft."""
+    own = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 4}
+    drafts = {"ngram": {}, "draft": {"model.draft_model": str(path)}, "vllm": {"model.speculative_config": own}}
+    keeps_tokens_while_a_worker_dies(path, tmp_path, drafts, right=100)
+
+
+def keeps_tokens_while_a_worker_dies(
+    path: Path, folder: Path, drafts: Mapping[str, Mapping[str, object]], *, right: int, **settings: object
+) -> None:
+    """Greedy, drawn and ruled outputs of 24 at once, of 1P+2D with the settings of each of `drafts`, by
+    `model.speculation`. At least `right` of the proposals are right."""
     requests = [(prompt, setting) for prompt in PROMPTS[:6] for setting in SETTINGS]
     more = {
         **VLLM,
         "cluster.heartbeat_ms": 100,
         "cluster.heartbeat_timeout_ms": 2_000,
         "router.disaggregation": "always",
+        **settings,
     }
 
     def answers(cluster: LocalCluster, during: Callable[[], object] = lambda: None) -> list[Sequence[int]]:
@@ -150,14 +161,12 @@ def test_a_cluster_has_the_tokens_that_it_has_without_while_a_worker_dies(path: 
             during()
             return [future.result().token_ids for future in futures]
 
-    with LocalCluster(workload.settings(path, 1, 1, **more), tmp_path / "off") as cluster:
+    with LocalCluster(workload.settings(path, 1, 1, **more), folder / "off") as cluster:
         expected = answers(cluster)
         assert not metric(cluster, "decode-0", "spec_decode_num_drafts_total")
-    own = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 4}
-    drafts = {"ngram": {}, "draft": {"model.draft_model": str(path)}, "vllm": {"model.speculative_config": own}}
     for kind, draft in drafts.items():
-        settings = workload.settings(path, 1, 2, **more, **draft, **{"model.speculation": kind})
-        with LocalCluster(settings, tmp_path / kind) as cluster:
+        config = workload.settings(path, 1, 2, **more, **draft, **{"model.speculation": kind})
+        with LocalCluster(config, folder / kind) as cluster:
             workers = ["decode-0", "decode-1"]
 
             def kill(cluster: LocalCluster = cluster, workers: list[str] = workers) -> None:
@@ -171,7 +180,8 @@ def test_a_cluster_has_the_tokens_that_it_has_without_while_a_worker_dies(path: 
 
             assert answers(cluster, kill) == expected
             eventually(lambda: at_rest(cluster), what="everything freed")
-            verified, right = (
+            verified, hits = (
                 metric(cluster, workers[0], f"spec_decode_num_{what}_tokens_total") for what in ("draft", "accepted")
             )
-            assert verified > right > 100
+            assert verified > max(100, hits)
+            assert hits >= right
