@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
+
 from baton import config as settings
 from baton import messages as msg
 from baton.clock import Tick
+from baton.errors import BatonError
 from kvstore.keys import namespace_root, page_keys
 from router import events
 from router.generation_request import GenerationRequest
@@ -129,6 +132,12 @@ class Lab(RouterShell):
         self.tell(order)
         return order
 
+    def accepted(self, prompt: int = 10, **more: Any) -> GenerationRequest:
+        """Submit a request that its decode worker accepts."""
+        order = self.submit(prompt=prompt, **more)
+        self.say(self.to(self.decode), msg.Accepted(order.name, 1))
+        return order
+
     def tokens(self, sender: str, request: str, attempt: int, position: int, *tokens: int, **more: Any) -> Commands:
         return self.say(sender, msg.Tokens(1, (msg.Delta(request, attempt, position, tokens, **more),)))
 
@@ -157,6 +166,10 @@ class Lab(RouterShell):
     def prefill(self) -> msg.Prefill:
         return self.sent(msg.Prefill)[-1]
 
+    def gone(self) -> dict[str, str | None]:
+        """Why each process has gone; of live ones None."""
+        return {view.peer.name: view.gone for view in self.state.processes(self.now)}
+
     def notes(self) -> list[str]:
         return [command.text for command in self.log if isinstance(command, events.Log)]
 
@@ -165,6 +178,11 @@ class Lab(RouterShell):
 
     def end(self, request: str = "r") -> events.RequestEnded:
         return self.ends[request]
+
+    def error(self, request: str = "r") -> BatonError:
+        outcome = self.end(request).outcome
+        assert isinstance(outcome, events.Failed)
+        return outcome.error
 
     def alive(self, request: str = "r") -> bool:
         return request not in self.ends
@@ -180,3 +198,8 @@ def held(request: str, attempt: int, position: int, *, ended: bool = False, shor
 
 def named(request: str, attempt: int) -> msg.AttemptName:
     return msg.AttemptName(request, attempt)
+
+
+def lab_with(placer: PlacementPolicy | None = None, **router: Any) -> Lab:
+    """A lab with these settings of its router."""
+    return Lab(msgspec.structs.replace(CONFIG, router=msgspec.structs.replace(CONFIG.router, **router)), placer)

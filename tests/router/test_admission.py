@@ -1,39 +1,20 @@
 """Coming in: objectives, early rejection, bounded queues, quotas, fairness, and the budget of retries."""
 
-from typing import Any
-
 import hypothesis.strategies as st
-import msgspec
 import pytest
 from hypothesis import given, settings
 
-from baton import config as settings_
 from baton.config import ObjectivesConfig, TenantConfig
-from baton.errors import BatonError, ObjectiveUnreachable, Overloaded, RateLimited
+from baton.errors import ObjectiveUnreachable, Overloaded, RateLimited
 from baton.messages import Accepted, Decode, LoadReport, Prefilled, Refused
 from baton.messages import AttemptFailed as WorkerFailed
-from router.events import Failed
 from router.frontend.grpc_api.grpc_calls import status_of
 from router.placement.cluster_view import ClusterView
 from router.placement.policy import LowestTtft, PlacementDecision
 from router.placement.types import PlacementChoice, PlacementRequest, Reject, Wait
 from router.queueing.quantile import Quantile, Spread
-from tests.router.lab import Lab, held
-from tests.router.model import CONFIG, EOS
-
-
-def lab(placer: Any = None, **more: Any) -> Lab:
-    return Lab(configured(**more), placer)
-
-
-def configured(**more: Any) -> settings_.Config:
-    return msgspec.structs.replace(CONFIG, router=msgspec.structs.replace(CONFIG.router, **more))
-
-
-def error(lab: Lab, request: str) -> BatonError:
-    outcome = lab.end(request).outcome
-    assert isinstance(outcome, Failed)
-    return outcome.error
+from tests.router.lab import Lab, held, lab_with
+from tests.router.model import EOS
 
 
 def finish(lab: Lab, worker: str, request: str, prompt: int, attempt: int = 1) -> None:
@@ -58,7 +39,7 @@ class Watching(LowestTtft):
 
 def test_objectives_come_from_the_request_or_from_its_class() -> None:
     placer = Watching()
-    cluster = lab(
+    cluster = lab_with(
         placer, slo_classes={0: ObjectivesConfig(ttft_ms=2_000, tpot_ms=50), 1: ObjectivesConfig(tpot_ms=200)}
     )
     cluster.colocated()
@@ -70,10 +51,10 @@ def test_objectives_come_from_the_request_or_from_its_class() -> None:
 
 
 def test_what_placement_rejects_is_refused_at_once_with_its_hint() -> None:
-    cluster = lab(Watching(Reject("no worker has its first token in 0.5 s", retry_after=2.5)))
+    cluster = lab_with(Watching(Reject("no worker has its first token in 0.5 s", retry_after=2.5)))
     cluster.colocated()
     cluster.submit(ttft=0.5)
-    refusal = error(cluster, "r")
+    refusal = cluster.error("r")
     assert isinstance(refusal, ObjectiveUnreachable)
     code, metadata = status_of(refusal)
     assert code.name == "RESOURCE_EXHAUSTED"
@@ -83,7 +64,7 @@ def test_what_placement_rejects_is_refused_at_once_with_its_hint() -> None:
 
 def test_what_has_been_begun_is_not_rejected_for_an_objective() -> None:
     placer = Watching()
-    cluster = lab(placer)
+    cluster = lab_with(placer)
     one, _ = cluster.colocated(2)
     cluster.submit(ttft=0.5)
     assert cluster.to(cluster.decode) == one
@@ -99,7 +80,7 @@ def test_what_has_been_begun_is_not_rejected_for_an_objective() -> None:
 
 
 def test_a_wait_that_outlasts_the_objective_ends_then() -> None:
-    cluster = lab(Watching(Wait("every worker is busy")))
+    cluster = lab_with(Watching(Wait("every worker is busy")))
     (decode,) = cluster.colocated()
     cluster.submit(ttft=1.0)
     cluster.submit("patient")
@@ -107,21 +88,21 @@ def test_a_wait_that_outlasts_the_objective_ends_then() -> None:
     cluster.beat(decode)
     assert cluster.alive()
     cluster.advance(0.2)
-    assert isinstance(error(cluster, "r"), ObjectiveUnreachable)
-    assert "1.0 s" in str(error(cluster, "r"))
+    assert isinstance(cluster.error("r"), ObjectiveUnreachable)
+    assert "1.0 s" in str(cluster.error("r"))
     assert cluster.alive("patient")
     assert cluster.state.stats().rejected == {"objective_while_waiting": 1}
 
 
 def test_the_time_that_computing_takes_is_no_time_to_wait() -> None:
-    cluster = lab(Watching(Wait("every worker is busy")))
+    cluster = lab_with(Watching(Wait("every worker is busy")))
     (decode,) = cluster.colocated()
     cluster.report(decode, LoadReport(prefill_rate=100.0))
     cluster.submit(prompt=60, ttft=1.0)
     cluster.advance(0.3)
     assert cluster.alive()
     cluster.advance(0.2)
-    assert isinstance(error(cluster, "r"), ObjectiveUnreachable)
+    assert isinstance(cluster.error("r"), ObjectiveUnreachable)
 
 
 class OneByOne(LowestTtft):
@@ -140,7 +121,7 @@ class OneByOne(LowestTtft):
 def test_too_long_a_wait_is_refused_at_once() -> None:
     """A prompt of 40 tokens leaves the queue every third of a second, and 12 others wait for the one that comes."""
     placer = OneByOne()
-    cluster = lab(placer, queue_timeout_ms=30_000)
+    cluster = lab_with(placer, queue_timeout_ms=30_000)
     (decode,) = cluster.colocated()
     for turn in range(13):
         cluster.submit(f"r{turn}", prompt=40)
@@ -156,7 +137,7 @@ def test_too_long_a_wait_is_refused_at_once() -> None:
     cluster.submit("too late", prompt=40, ttft=4.0)
     assert cluster.alive("urgent")
     assert cluster.alive("in time")
-    refusal = error(cluster, "too late")
+    refusal = cluster.error("too late")
     assert isinstance(refusal, ObjectiveUnreachable)
     assert 500 <= refusal.retry_after_ms <= 3_000
 
@@ -164,7 +145,7 @@ def test_too_long_a_wait_is_refused_at_once() -> None:
 def test_too_long_a_wait_is_refused_without_objective() -> None:
     """Of the 40 tokens that leave the queue every second, 12 prompts in line leave nothing in time for another."""
     placer = OneByOne()
-    cluster = lab(placer, queue_timeout_ms=10_000)
+    cluster = lab_with(placer, queue_timeout_ms=10_000)
     (decode,) = cluster.colocated()
     for turn in range(7):
         cluster.submit(f"r{turn}", prompt=40)
@@ -176,7 +157,7 @@ def test_too_long_a_wait_is_refused_without_objective() -> None:
         cluster.beat(decode)
     for turn in range(30, 42):
         cluster.submit(f"r{turn}", prompt=40)
-    refusal = error(cluster, "r41")
+    refusal = cluster.error("r41")
     assert type(refusal) is Overloaded
     assert "the queue would take" in str(refusal)
     assert cluster.alive("r30")
@@ -185,7 +166,7 @@ def test_too_long_a_wait_is_refused_without_objective() -> None:
 def test_a_line_is_forecast_from_how_it_was_drained_itself() -> None:
     """Two tokens in three are those of urgent prompts, none of which waits when the other newcomer comes."""
     placer = OneByOne()
-    cluster = lab(placer, queue_timeout_ms=30_000, ageing_ms=60_000)
+    cluster = lab_with(placer, queue_timeout_ms=30_000, ageing_ms=60_000)
     (decode,) = cluster.colocated()
     for turn in range(5):
         cluster.submit(f"p{turn}", prompt=40, priority=1)
@@ -200,18 +181,18 @@ def test_a_line_is_forecast_from_how_it_was_drained_itself() -> None:
         cluster.beat(decode)
     assert cluster.state.stats().waiting[1] >= 4
     cluster.submit("too late", prompt=40, priority=1, ttft=3.0)
-    assert isinstance(error(cluster, "too late"), ObjectiveUnreachable)
+    assert isinstance(cluster.error("too late"), ObjectiveUnreachable)
     cluster.submit("urgent", prompt=40, ttft=3.0)
     assert cluster.alive("urgent")
 
 
 def test_a_rejection_changes_no_counter() -> None:
     """While a tenant's requests are refused none of them waits, and yet it is not lifted to those that do."""
-    cluster = lab(max_queued=3)
+    cluster = lab_with(max_queued=3)
     for i in range(3):
         cluster.submit(f"a{i}", tenant="a", prompt=40, priority=-1)
     cluster.submit("b0", tenant="b", prompt=40)
-    assert isinstance(error(cluster, "b0"), Overloaded)
+    assert isinstance(cluster.error("b0"), Overloaded)
     cluster.colocated()
     assert [order.request for order in cluster.sent(Decode)] == ["a0", "a1", "a2"]
     queue = cluster.state._admission.queue
@@ -244,11 +225,11 @@ def test_what_is_seldom_exceeded() -> None:
 
 
 def test_a_full_queue_turns_the_least_urgent_away() -> None:
-    cluster = lab(max_queued=2)
+    cluster = lab_with(max_queued=2)
     cluster.submit("batch", priority=1)
     cluster.submit("a")
     cluster.submit("b")
-    assert isinstance(error(cluster, "batch"), Overloaded)
+    assert isinstance(cluster.error("batch"), Overloaded)
     assert cluster.alive("a")
     assert cluster.alive("b")
     assert cluster.state.stats().rejected == {"queue_full": 1}
@@ -256,30 +237,30 @@ def test_a_full_queue_turns_the_least_urgent_away() -> None:
 
 
 def test_a_queue_is_full_by_tokens_too_but_takes_one_of_any_length() -> None:
-    cluster = lab(max_queued_tokens=100)
+    cluster = lab_with(max_queued_tokens=100)
     cluster.submit("long", prompt=200)
     assert cluster.alive("long")
     cluster.submit("short", prompt=10, priority=-1)
-    assert isinstance(error(cluster, "long"), Overloaded)
+    assert isinstance(cluster.error("long"), Overloaded)
     assert cluster.alive("short")
 
 
 def test_without_a_queue_no_request_waits() -> None:
-    cluster = lab(max_queued=0)
+    cluster = lab_with(max_queued=0)
     cluster.submit()
-    assert isinstance(error(cluster, "r"), Overloaded)
+    assert isinstance(cluster.error("r"), Overloaded)
 
 
 # --- tenants ---
 
 
 def test_over_quota_is_refused_with_the_time_to_wait() -> None:
-    cluster = lab(tenants={"a": TenantConfig(tokens_per_minute=60, burst_s=60)})
+    cluster = lab_with(tenants={"a": TenantConfig(tokens_per_minute=60, burst_s=60)})
     (decode,) = cluster.colocated()
     cluster.submit("one", prompt=10, max_tokens=40, tenant="a")
     cluster.submit("two", prompt=10, max_tokens=40, tenant="a")
     cluster.submit("other", prompt=10, max_tokens=40, tenant="b")
-    refusal = error(cluster, "two")
+    refusal = cluster.error("two")
     assert isinstance(refusal, RateLimited)
     assert refusal.retry_after_ms == 40_000
     assert [order.request for order in cluster.sent(Decode)] == ["one", "other"]
@@ -290,17 +271,17 @@ def test_over_quota_is_refused_with_the_time_to_wait() -> None:
 
 
 def test_an_unstarted_request_uses_no_quota() -> None:
-    cluster = lab(max_queued=0, tenants={"a": TenantConfig(tokens_per_minute=60, requests_per_minute=1)})
+    cluster = lab_with(max_queued=0, tenants={"a": TenantConfig(tokens_per_minute=60, requests_per_minute=1)})
     for name in ("one", "two", "three"):
         cluster.submit(name, prompt=10, max_tokens=40, tenant="a")
-        assert type(error(cluster, name)) is Overloaded
+        assert type(cluster.error(name)) is Overloaded
     cluster.colocated()
     cluster.submit("four", prompt=10, max_tokens=40, tenant="a")
     assert cluster.decode.request == "four"
 
 
 def test_tokens_by_tenant_are_told() -> None:
-    cluster = lab()
+    cluster = lab_with()
     (decode,) = cluster.colocated()
     cluster.submit(prompt=10, tenant="a")
     finish(cluster, decode, "r", 10)
@@ -318,7 +299,7 @@ def test_a_tenant_that_waits_has_its_share_whatever_the_other_sends(
     flood: int, prompts: tuple[int, int], outputs: tuple[int, int], slots: int
 ) -> None:
     """Both always have something waiting: what they were served differs by what runs at once, twice."""
-    cluster = Lab(configured(max_queued=100))
+    cluster = lab_with(max_queued=100)
     (decode,) = cluster.colocated()
     served, waiting, running = {"a": 0, "b": 0}, {"a": 0, "b": 0}, dict[str, tuple[str, int]]()
     count, seen = 0, 0
@@ -357,7 +338,7 @@ def computes(cluster: Lab, decode: str, seconds: float) -> None:
 
 def test_where_several_tenants_are_a_worker_has_no_more_prompts_than_it_needs() -> None:
     """The other prompts wait in the router's fair queue, where a later request cannot overtake them."""
-    cluster = lab()
+    cluster = lab_with()
     (decode,) = cluster.colocated()
     computes(cluster, decode, 0.4)
     for i in range(4):
@@ -376,7 +357,7 @@ def test_where_several_tenants_are_a_worker_has_no_more_prompts_than_it_needs() 
 
 
 def test_held_back_requests_are_not_overtaken() -> None:
-    cluster = lab()
+    cluster = lab_with()
     (decode,) = cluster.colocated()
     computes(cluster, decode, 0.4)
     for i in range(2):
@@ -391,7 +372,7 @@ def test_held_back_requests_are_not_overtaken() -> None:
 
 
 def test_short_prompts_are_not_held_back() -> None:
-    cluster = lab()
+    cluster = lab_with()
     (decode,) = cluster.colocated()
     computes(cluster, decode, 0.01)
     for i in range(12):
@@ -404,7 +385,7 @@ def test_short_prompts_are_not_held_back() -> None:
 
 def test_a_sick_worker_does_not_multiply_the_work() -> None:
     """It accepts everything and fails it. Past the budget, attempts are repeated no faster than that fills."""
-    cluster = lab(max_attempts=1_000, retries_per_s=1.0, retry_share=0.0, queue_timeout_ms=60_000)
+    cluster = lab_with(max_attempts=1_000, retries_per_s=1.0, retry_share=0.0, queue_timeout_ms=60_000)
     (decode,) = cluster.colocated()
     for i in range(4):
         cluster.submit(f"r{i}")
@@ -421,7 +402,7 @@ def test_a_sick_worker_does_not_multiply_the_work() -> None:
 
 
 def test_waiting_for_a_retry_has_a_deadline() -> None:
-    cluster = lab(max_attempts=1_000, retries_per_s=0.001, retry_share=0.0)
+    cluster = lab_with(max_attempts=1_000, retries_per_s=0.001, retry_share=0.0)
     (decode,) = cluster.colocated()
     cluster.submit()
     for attempt in (1, 2):
@@ -431,11 +412,11 @@ def test_waiting_for_a_retry_has_a_deadline() -> None:
     for _ in range(60):
         cluster.advance(0.1)
         cluster.beat(decode)
-    assert isinstance(error(cluster, "r"), Overloaded)
+    assert isinstance(cluster.error("r"), Overloaded)
 
 
 def test_a_death_costs_no_retry() -> None:
-    cluster = lab(retries_per_s=0.001, retry_share=0.0)
+    cluster = lab_with(retries_per_s=0.001, retry_share=0.0)
     one, two = cluster.colocated(2)
     for i in range(6):
         cluster.submit(f"r{i}")
@@ -450,7 +431,7 @@ def test_a_death_costs_no_retry() -> None:
 
 
 def test_first_attempts_earn_retries() -> None:
-    cluster = lab(max_attempts=1_000, retries_per_s=0.001, retry_share=0.5)
+    cluster = lab_with(max_attempts=1_000, retries_per_s=0.001, retry_share=0.5)
     (decode,) = cluster.colocated()
     for i in range(10):
         cluster.submit(f"r{i}")
@@ -466,7 +447,7 @@ def test_first_attempts_earn_retries() -> None:
 
 def test_prompts_that_pass_by_do_not_hide_those_that_wait() -> None:
     """What is placed at once beside a queue counts as served, by what it had to compute."""
-    cluster = lab()
+    cluster = lab_with()
     decode, prefill, store = cluster.split()
     for i in range(3):
         cluster.submit(f"r{i}", prompt=41, seed=i)

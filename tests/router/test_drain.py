@@ -41,8 +41,7 @@ def test_what_a_decode_worker_has_goes_elsewhere_at_once(lab: Lab) -> None:
 def test_prompts_of_a_drained_prefill_worker_are_made_elsewhere(
     lab: Lab, decode: str, prefill: str, store: str
 ) -> None:
-    lab.submit("r", prompt=50)
-    lab.say(decode, Accepted("r", 1, 0))
+    lab.accepted(prompt=50)
     lab.tell(DrainWorker("prefill-0", at_once=True))
     assert lab.cancelled(prefill) == lab.cancelled(decode) == [1]
     assert lab.decode.attempt == 2

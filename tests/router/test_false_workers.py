@@ -18,8 +18,7 @@ PROMPT = 40
 def test_a_workers_account_tells_of_no_more_than_the_request_has(
     lab: Lab, decode: str, prefill: str, store: str
 ) -> None:
-    lab.submit(prompt=PROMPT)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=PROMPT)
     lab.say(prefill, msg.Prefilled("r", 1, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE, HUGE))
     lab.say(decode, msg.Started("r", 1, HUGE, HUGE, HUGE, HUGE))
     lab.tokens(decode, "r", 1, PROMPT, 1, 2, finish="length", computed=HUGE)
@@ -58,8 +57,7 @@ def test_log_probabilities_that_no_client_can_be_told_are_a_failed_attempt(
 
 
 def test_log_probabilities_that_nothing_has_asked_for_are_a_failed_attempt(lab: Lab, decode: str) -> None:
-    lab.submit(prompt=PROMPT)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=PROMPT)
     lab.tokens(decode, "r", 1, PROMPT, 1, logprobs=(msg.TokenLogprob(1, -1.0),))
     assert lab.emitted() == []
 

@@ -108,26 +108,11 @@ def test_what_is_open_is_filled_in() -> None:
 
 def test_what_is_given_wins() -> None:
     request = pb.GenerateRequest(
-        token_ids=ids(5, 6),
-        model="small",
-        temperature=0.0,
-        top_p=1.0,
-        top_k=0,
-        min_p=0.0,
-        seed=7,
-        max_tokens=3,
-        stop=["a", "b", "a"],
-        stop_token_ids=[9, 9],
-        ignore_eos=True,
-        logprobs=0,
-        request_id="mine",
-        priority=-2,
-        ttft_ms=2_000,
-        affinity="conversation-7",
-        cache_salt="ß" * 128,
-        tpot_ms=50,
+        token_ids=ids(5, 6), model="small", temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=7, max_tokens=3,
+        stop=["a", "b", "a"], stop_token_ids=[9, 9], ignore_eos=True, logprobs=0, request_id="mine", priority=-2,
+        ttft_ms=2_000, tpot_ms=50, affinity="conversation-7", cache_salt="ß" * 128,
         kv_compression=pb.KvCompression(kind="snapkv", window=9, sinks=0, keep=7),
-    )
+    )  # fmt: skip
     intake = parse(request, MODEL)
     assert intake.sampling == SamplingParams(0.0, 1.0, 0, 0.0, 7, 0)
     assert (intake.stops, intake.stop_token_ids) == (("a", "b"), (9,))

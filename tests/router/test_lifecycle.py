@@ -10,22 +10,10 @@ from baton import messages as msg
 from baton.clock import Tick
 from kvstore.keys import pack_tokens, unpack_tokens
 from router.events import Cancelled, ClientGone, Emit, Finished, Shutdown, StopMatched
-from router.events import Failed as Ended
 from router.frontend.grpc_api.grpc_calls import _timing as timing_of
 from router.requests.lifecycle import MAX_FRUITLESS, pause_before
-from tests.router.lab import Lab, held
+from tests.router.lab import Lab, held, lab_with
 from tests.router.model import CONFIG, CONTEXT, EOS, PAGE, VOCAB, card, submit
-
-
-def error(lab: Lab, request: str = "r") -> errors.BatonError:
-    outcome = lab.end(request).outcome
-    assert isinstance(outcome, Ended)
-    return outcome.error
-
-
-def with_router(**settings: int) -> Lab:
-    return Lab(msgspec.structs.replace(CONFIG, router=msgspec.structs.replace(CONFIG.router, **settings)))
-
 
 # --- the plain cases ---
 
@@ -33,12 +21,8 @@ def with_router(**settings: int) -> Lab:
 def test_a_local_request_from_decode_to_end(lab: Lab, decode: str) -> None:
     order = lab.submit(prompt=10, max_tokens=3)
     assert lab.decode.tokens == order.tokens
-    assert (lab.decode.prompt, lab.decode.max_tokens, lab.decode.fetch, lab.decode.prefilled_remotely) == (
-        10,
-        3,
-        0,
-        False,
-    )
+    assert (lab.decode.prompt, lab.decode.max_tokens) == (10, 3)
+    assert (lab.decode.fetch, lab.decode.prefilled_remotely) == (0, False)
     lab.say(decode, msg.Accepted("r", 1))
     lab.say(decode, msg.Started("r", 1))
     lab.tokens(decode, "r", 1, 10, 50, computed=10)
@@ -85,8 +69,7 @@ def test_a_prefill_account_that_comes_after_its_pages_is_counted(
     lab: Lab, decode: str, prefill: str, store: str
 ) -> None:
     """The decode worker has the last page before the prefill worker has heard that it is sealed."""
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.say(decode, msg.Started("r", 1, device_pages=0, fetched_pages=3))
     assert not lab.sent(msg.Cancel)
     lab.say(prefill, msg.Prefilled("r", 1, computed=8, hit=1, stored=2))
@@ -98,8 +81,7 @@ def test_a_prefill_account_that_comes_after_its_pages_is_counted(
 
 @pytest.mark.parametrize("ending", ["failed", "refused", "silent", "forgotten"])
 def test_a_late_prefill_failure_costs_no_attempt(lab: Lab, decode: str, prefill: str, store: str, ending: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.say(decode, msg.Started("r", 1, device_pages=0, fetched_pages=3))
     match ending:
         case "failed":
@@ -159,10 +141,9 @@ def test_a_pair_of_two_nodes_passes_pages_from_store_to_store(lab: Lab) -> None:
 
 
 def test_a_prefill_worker_hears_of_better_sources(lab: Lab) -> None:
-    decode, _, _, store_b = lab.split_over_nodes()
+    _decode, _, _, store_b = lab.split_over_nodes()
     lab.holds(store_b, lab.submit("first", prompt=100), 20)
-    lab.submit(prompt=100)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=100)
     assert lab.prefill.request == "r"
     assert lab.prefill.sources == (msg.PageSource(store_b, "tcp://b:1", 20),)
 
@@ -198,8 +179,7 @@ def test_reported_figures_decide_what_is_loaded(lab: Lab, seconds: float, rate: 
 
 
 def test_loads_are_told_beside_what_was_predicted_of_them(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.say(prefill, msg.Prefilled("r", 1, 4, 2, 3, predicted_ms=5, load_ms=7))
     lab.say(decode, msg.Started("r", 1, fetched_pages=3, predicted_ms=10, load_ms=20))
     assert any("loads took 27 ms, predicted 15 ms" in note for note in lab.notes())
@@ -253,8 +233,7 @@ def test_a_source_from_which_nothing_came_is_not_named_again(lab: Lab) -> None:
     """Both stores live, but not the way between them."""
     decode, _, store_a, _ = lab.split_over_nodes()
     lab.join("prefill", "prefill-1", "a")
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     assert [source.store for source in lab.decode.sources] == [store_a]
     lab.say(decode, msg.FetchIncomplete("r", 1, 0, "no page came"))
     assert (lab.decode.attempt, lab.decode.prefilled_remotely, lab.decode.sources) == (2, False, ())
@@ -264,8 +243,7 @@ def test_a_busy_prefill_worker_makes_room_for_one_of_another_node(lab: Lab) -> N
     decode, prefill, _, _ = lab.split_over_nodes()
     lab.join("store", "store-c", "c", data="tcp://c:1")
     other = lab.join("prefill", "prefill-1", "c")
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     assert lab.to(lab.prefill) == prefill
     lab.say(prefill, msg.Refused("r", 1, "busy"))
     assert [source.endpoint for source in lab.decode.sources] == ["tcp://c:1"]
@@ -289,14 +267,14 @@ def test_a_busy_prefill_worker_makes_room_for_one_of_another_node(lab: Lab) -> N
 )
 def test_limits(lab: Lab, decode: str, prompt: int, max_tokens: int, kind: type[errors.BatonError], says: str) -> None:
     lab.submit(prompt=prompt, max_tokens=max_tokens)
-    assert type(error(lab)) is kind
-    assert says in str(error(lab))
+    assert type(lab.error()) is kind
+    assert says in str(lab.error())
     assert not lab.sent(msg.Decode)
 
 
 def test_a_token_outside_the_vocabulary(lab: Lab) -> None:
     lab.tell(msgspec.structs.replace(submit("r"), tokens=pack_tokens([5, VOCAB])))
-    assert str(VOCAB) in str(error(lab))
+    assert str(VOCAB) in str(lab.error())
 
 
 def test_open_length_is_what_the_largest_pool_has_left(lab: Lab) -> None:
@@ -315,7 +293,7 @@ def test_a_context_larger_than_the_pool_fits_where_all_layers_have_a_window(
     if fits:
         assert lab.decode.max_tokens == 20 * PAGE
     else:
-        assert isinstance(error(lab), errors.ContextTooLong)
+        assert isinstance(lab.error(), errors.ContextTooLong)
 
 
 @pytest.mark.parametrize(("prompt", "window", "fits"), [(10, 9, True), (10, 20, False), (100, 9, False)])
@@ -326,13 +304,13 @@ def test_an_output_with_a_window_may_be_longer_than_the_pool(lab: Lab, prompt: i
     if fits:
         assert lab.decode.kv_compression == msg.KvCompression("window", window, 0)
     else:
-        assert isinstance(error(lab), errors.ContextTooLong)
+        assert isinstance(lab.error(), errors.ContextTooLong)
 
 
 def test_a_window_that_a_worker_can_not_serve_ends_the_request(lab: Lab, decode: str) -> None:
     lab.submit(kv_compression=msg.KvCompression("window", 20))
     lab.say(decode, msg.AttemptFailed("r", 1, "unsupported_field", "kv_compression is not served: no"))
-    assert type(error(lab)) is errors.UnsupportedField
+    assert type(lab.error()) is errors.UnsupportedField
 
 
 def test_a_next_attempt_with_a_window_looks_for_exact_pages_alone(lab: Lab) -> None:
@@ -357,7 +335,7 @@ def test_a_request_too_large_for_a_worker_goes_to_a_larger_one(lab: Lab) -> None
 def test_a_worker_that_finds_it_too_large_ends_it(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.say(decode, msg.Refused("r", 1, "too_large", "no way"))
-    assert type(error(lab)) is errors.ContextTooLong
+    assert type(lab.error()) is errors.ContextTooLong
 
 
 def test_a_name_in_use_is_refused(lab: Lab) -> None:
@@ -394,8 +372,8 @@ def test_refusals_are_no_failures_and_waiting_ends(lab: Lab, decode: str) -> Non
         if not lab.alive():
             break
         lab.beat(decode)
-    assert type(error(lab)) is errors.Overloaded
-    assert "5000 ms" in str(error(lab))
+    assert type(lab.error()) is errors.Overloaded
+    assert "5000 ms" in str(lab.error())
 
 
 def test_without_any_worker_a_request_waits_and_then_is_unavailable(lab: Lab) -> None:
@@ -403,7 +381,7 @@ def test_without_any_worker_a_request_waits_and_then_is_unavailable(lab: Lab) ->
     lab.advance(4.9)
     assert lab.alive()
     lab.advance(0.2)
-    assert type(error(lab)) is errors.Unavailable
+    assert type(lab.error()) is errors.Unavailable
 
 
 def test_prompts_wait_in_the_router_while_the_prefill_workers_are_full(
@@ -482,7 +460,7 @@ def test_logits_that_are_not_finite_end_the_request_at_once(lab: Lab) -> None:
     lab.submit(prompt=10, max_tokens=6)
     lab.tokens(one, "r", 1, 10, 50, computed=10)
     lab.say(one, msg.AttemptFailed("r", 1, "non_finite_logits", "the logits of token 11 are not finite"))
-    assert type(error(lab)) is errors.NonFiniteLogits
+    assert type(lab.error()) is errors.NonFiniteLogits
     assert lab.emitted() == [50]
 
 
@@ -500,18 +478,17 @@ def test_a_short_fetch_is_a_new_attempt_without_that_prefill_worker(lab: Lab) ->
     assert (lab.decode.attempt, lab.decode.fetch, lab.decode.prefilled_remotely) == (3, 0, False)
     lab.say(decode, msg.Accepted("r", 3))
     lab.say(decode, msg.AttemptFailed("r", 3, "internal", "out of luck"))
-    assert type(error(lab)) is errors.AttemptsExhausted
-    assert "out of luck" in str(error(lab))
+    assert type(lab.error()) is errors.AttemptsExhausted
+    assert "out of luck" in str(lab.error())
 
 
 @pytest.mark.parametrize("heard", [False, True], ids=["silent before", "silent since"])
 def test_a_worker_silent_before_the_choice_costs_none(heard: bool) -> None:
     """A link that breaks silences many at once. They are noticed one after the other, and each may be chosen before."""
-    lab = with_router(max_attempts=2)
+    lab = lab_with(max_attempts=2)
     decode, prefill, store = lab.split()
     lab.advance(0.5)
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     assert lab.to(lab.prefill) == prefill
     if heard:
         lab.beat(prefill, held("r", 1, 0))
@@ -543,12 +520,12 @@ def test_an_attempt_that_its_worker_gives_up_before_it_accepts_counts(lab: Lab, 
     for attempt in range(1, CONFIG.router.max_attempts + 1):
         assert lab.decode.attempt == attempt
         lab.say(decode, msg.AttemptFailed("r", attempt, "malformed_message", "the rules name token 999"))
-    assert type(error(lab)) is errors.AttemptsExhausted
+    assert type(lab.error()) is errors.AttemptsExhausted
     assert len(lab.sent(msg.Decode)) == CONFIG.router.max_attempts
 
 
 def test_attempts_without_a_token_are_paused_and_bounded_whatever_ends_them() -> None:
-    lab = with_router(queue_timeout_ms=3_600_000)
+    lab = lab_with(queue_timeout_ms=3_600_000)
     (decode,) = lab.colocated()
     lab.submit()
     starts = [lab.now]
@@ -558,7 +535,7 @@ def test_attempts_without_a_token_are_paused_and_bounded_whatever_ends_them() ->
             lab.advance(0.005)
             lab.beat(decode)  # it lists nothing: the order was lost
         starts.append(lab.now)
-    assert type(error(lab)) is errors.AttemptsExhausted
+    assert type(lab.error()) is errors.AttemptsExhausted
     assert len(lab.sent(msg.Decode)) == MAX_FRUITLESS
     gaps = [later - earlier for earlier, later in pairwise(starts)]
     assert gaps[1] < 0.01  # the second attempt is immediate
@@ -567,7 +544,7 @@ def test_attempts_without_a_token_are_paused_and_bounded_whatever_ends_them() ->
 
 
 def test_a_token_ends_the_pauses() -> None:
-    lab = with_router(queue_timeout_ms=3_600_000)
+    lab = lab_with(queue_timeout_ms=3_600_000)
     (decode,) = lab.colocated()
     lab.submit(prompt=10, max_tokens=20)
     for _ in range(6):
@@ -595,8 +572,7 @@ def test_attempts_that_brought_tokens_do_not_count_against_the_budget(lab: Lab, 
 def test_a_prefill_worker_that_is_busy_is_replaced_by_another_or_waited_for(lab: Lab) -> None:
     decode, one, _ = lab.split()
     two = lab.join("prefill", "prefill-1")
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     assert lab.to(lab.prefill) == one
     lab.say(one, msg.Refused("r", 1, "busy"))
     assert lab.to(lab.prefill) == two
@@ -627,8 +603,7 @@ def test_a_prompt_that_prefill_workers_never_have_room_for_is_computed_where_it_
 
 
 def test_a_prefill_worker_that_can_not_is_not_asked_again(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.say(prefill, msg.AttemptFailed("r", 1, "store", "no slots"))
     assert lab.cancelled(decode) == [1]
     assert (lab.decode.attempt, lab.decode.prefilled_remotely) == (2, False)
@@ -637,10 +612,10 @@ def test_a_prefill_worker_that_can_not_is_not_asked_again(lab: Lab, decode: str,
 def test_what_a_worker_says_about_the_request_is_final(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.say(decode, msg.AttemptFailed("r", 1, "invalid_request", "nonsense"))
-    assert type(error(lab)) is errors.InvalidRequest
+    assert type(lab.error()) is errors.InvalidRequest
     lab.submit("s", deadline=lab.now + 5)
     lab.say(decode, msg.AttemptFailed("s", 1, "deadline", "too late"))
-    assert type(error(lab, "s")) is errors.DeadlineExpired
+    assert type(lab.error("s")) is errors.DeadlineExpired
 
 
 @pytest.mark.parametrize("who", ["decode", "prefill", "store"])
@@ -662,8 +637,7 @@ def test_a_death_while_the_prompt_is_made_is_a_new_attempt(lab: Lab, who: str) -
 
 
 def test_a_prefill_worker_may_die_once_its_pages_are_sealed(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.say(prefill, msg.Prefilled("r", 1, 12, 0, 3))
     lab.now += 0.9
     lab.beat(decode, held("r", 1, 14))
@@ -676,8 +650,7 @@ def test_a_prefill_worker_may_die_once_its_pages_are_sealed(lab: Lab, decode: st
 
 
 def test_an_attempt_without_progress_is_given_up(lab: Lab, decode: str) -> None:
-    lab.submit()
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted()
     for _ in range(40):
         lab.advance(0.12)
         lab.beat(decode, held("r", lab.decode.attempt, 10))
@@ -686,8 +659,7 @@ def test_an_attempt_without_progress_is_given_up(lab: Lab, decode: str) -> None:
 
 
 def test_a_prefill_that_gets_on_is_progress(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     for turn in range(100):
         lab.advance(0.1)
         lab.beat(decode, held("r", 1, 14))
@@ -700,8 +672,7 @@ def test_a_prefill_that_gets_on_is_progress(lab: Lab, decode: str, prefill: str,
 
 
 def test_a_client_that_leaves_cancels_everywhere(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.tell(ClientGone("r"))
     assert isinstance(lab.end().outcome, Cancelled)
     assert lab.cancelled(decode) == lab.cancelled(prefill) == [1]
@@ -726,17 +697,17 @@ def test_deadlines_travel_as_what_is_left_and_expire(lab: Lab, decode: str) -> N
     lab.advance(0.9)
     lab.beat(decode, held("r", 1, 10))
     lab.advance(0.9)
-    assert type(error(lab)) is errors.DeadlineExpired
+    assert type(lab.error()) is errors.DeadlineExpired
     assert lab.cancelled(decode) == [1]
 
 
 def test_shutdown_ends_and_refuses_requests(lab: Lab, decode: str) -> None:
     lab.submit()
     lab.tell(Shutdown())
-    assert type(error(lab)) is errors.Unavailable
+    assert type(lab.error()) is errors.Unavailable
     assert lab.cancelled(decode) == [1]
     lab.submit("late")
-    assert type(error(lab, "late")) is errors.Unavailable
+    assert type(lab.error("late")) is errors.Unavailable
 
 
 def test_a_replaced_model_never_continues_anothers_output(lab: Lab, decode: str) -> None:
@@ -746,13 +717,12 @@ def test_a_replaced_model_never_continues_anothers_output(lab: Lab, decode: str)
     lab.advance(1.5)  # the worker falls silent
     namespace = msgspec.structs.replace(card().namespace, model=b"n" * 16)
     lab.join("decode", "other", model=card(namespace=namespace))
-    assert type(error(lab, "begun")) is errors.Unavailable
+    assert type(lab.error("begun")) is errors.Unavailable
     assert lab.decode.request == "fresh"
 
 
 def test_a_long_prompt_that_a_decode_worker_computes_goes_on_as_long_as_it_progresses(lab: Lab, decode: str) -> None:
-    lab.submit(prompt=200)
-    lab.say(decode, msg.Accepted("r", 1, 0))
+    lab.accepted(prompt=200)
     lab.say(decode, msg.Started("r", 1, 0, 0))
     for computed in range(0, 200, 10):  # 20 s; without progress an attempt has 4
         lab.advance(1.0)

@@ -1,9 +1,7 @@
 """What the router counts for its metrics: objectives met, hops, lost processes, and the ceiling of prefix reuse."""
 
 import random
-from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,12 +14,8 @@ from router.events import ClientGone, ServingAccount, Shutdown, Summary
 from router.frontend.metric_samples import heartbeat_age, metric_samples
 from router.placement.reuse_ceiling import ReuseCeiling
 from router.requests.hops import HOPS, ttft_hops
-from tests.router.lab import Lab
-from tests.router.model import CONFIG, CONTEXT, EOS, PAGE
-
-
-def lab(**more: Any) -> Lab:
-    return Lab(msgspec.structs.replace(CONFIG, router=msgspec.structs.replace(CONFIG.router, **more)))
+from tests.router.lab import Lab, lab_with
+from tests.router.model import CONTEXT, EOS, PAGE
 
 
 def slo(lab: Lab, level: int = 0) -> dict[str, tuple[int, int]]:
@@ -38,7 +32,7 @@ def slo(lab: Lab, level: int = 0) -> dict[str, tuple[int, int]]:
     [(0.4, 0.03, ("ttft", "tpot", "all")), (0.6, 0.03, ("tpot",)), (0.4, 0.05, ("ttft",)), (0.6, 0.05, ())],
 )
 def test_a_request_meets_the_objectives_that_its_times_keep(first: float, rest: float, met: tuple[str, ...]) -> None:
-    cluster = lab(slo_classes={0: ObjectivesConfig(ttft_ms=500, tpot_ms=40)})
+    cluster = lab_with(slo_classes={0: ObjectivesConfig(ttft_ms=500, tpot_ms=40)})
     (decode,) = cluster.colocated()
     cluster.submit(prompt=10, max_tokens=3)
     cluster.say(decode, Accepted("r", 1))
@@ -50,7 +44,7 @@ def test_a_request_meets_the_objectives_that_its_times_keep(first: float, rest: 
 
 
 def test_a_request_without_objectives_meets_them_if_it_is_served_and_a_failed_one_meets_none() -> None:
-    cluster = lab()
+    cluster = lab_with()
     (decode,) = cluster.colocated()
     cluster.submit("served")
     cluster.say(decode, Accepted("served", 1))
@@ -63,7 +57,7 @@ def test_a_request_without_objectives_meets_them_if_it_is_served_and_a_failed_on
 
 
 def test_the_default_objectives_are_measured_and_refuse_nothing() -> None:
-    cluster = lab()
+    cluster = lab_with()
     (decode,) = cluster.colocated()
     cluster.submit(prompt=10, max_tokens=3)
     cluster.say(decode, Accepted("r", 1))
@@ -75,7 +69,7 @@ def test_the_default_objectives_are_measured_and_refuse_nothing() -> None:
 
 
 def test_what_clients_cause_themselves_says_nothing_of_objectives() -> None:
-    cluster = lab(tenants={"slow": TenantConfig(requests_per_minute=1, burst_s=60)})
+    cluster = lab_with(tenants={"slow": TenantConfig(requests_per_minute=1, burst_s=60)})
     cluster.colocated()
     cluster.submit("left")
     cluster.tell(ClientGone("left"))
@@ -88,7 +82,7 @@ def test_what_clients_cause_themselves_says_nothing_of_objectives() -> None:
 
 
 def test_classes_are_told_apart_from_the_start() -> None:
-    cluster = lab(slo_classes={2: ObjectivesConfig(ttft_ms=500)})
+    cluster = lab_with(slo_classes={2: ObjectivesConfig(ttft_ms=500)})
     assert {level for level, _, _ in cluster.state.stats().attainment} == {0, 2}
 
 
@@ -96,7 +90,7 @@ def test_classes_are_told_apart_from_the_start() -> None:
 
 
 def test_the_hops_of_a_split_request_are_those_that_its_workers_tell() -> None:
-    cluster = lab()
+    cluster = lab_with()
     decode, prefill, _ = cluster.split()
     cluster.submit(prompt=200)
     for seconds, sender, message in (
@@ -124,7 +118,7 @@ def test_the_hops_of_a_split_request_are_those_that_its_workers_tell() -> None:
 
 
 def test_the_hops_of_a_local_request_have_no_prefill_worker() -> None:
-    cluster = lab()
+    cluster = lab_with()
     (decode,) = cluster.colocated()
     cluster.submit()
     cluster.now += 0.2
@@ -170,7 +164,7 @@ def test_hops_are_never_negative_and_add_up_to_the_time_to_first_token(
 
 
 def test_processes_that_go_are_counted_with_the_reason() -> None:
-    cluster = lab()
+    cluster = lab_with()
     _, prefill, _ = cluster.split()
     cluster.leaves(prefill)
     cluster.hello("decode", "decode-0", incarnation="decode-0.2")
@@ -179,7 +173,7 @@ def test_processes_that_go_are_counted_with_the_reason() -> None:
 
 
 def test_the_oldest_heartbeat_is_that_of_the_live_process_which_is_silent_longest() -> None:
-    cluster = lab()
+    cluster = lab_with()
     _, loud = cluster.colocated(2)
     cluster.now += 0.5
     cluster.beat(loud)
@@ -187,7 +181,7 @@ def test_the_oldest_heartbeat_is_that_of_the_live_process_which_is_silent_longes
 
 
 def test_every_sample_is_in_the_table_with_as_many_labels() -> None:
-    for name, sample in metric_samples(lab().state.stats()).items():
+    for name, sample in metric_samples(lab_with().state.stats()).items():
         for labels in sample if isinstance(sample, dict) else [()]:
             assert len(labels) == len(TABLE[name].labels), name
 
@@ -235,7 +229,7 @@ def test_each_window_forgets_what_is_older() -> None:
 
 
 def test_a_request_asks_for_its_pages_once_however_often_it_is_placed() -> None:
-    cluster = lab()
+    cluster = lab_with()
     cluster.colocated(2)
     cluster.submit(prompt=10 * PAGE)
     order = cluster.decode

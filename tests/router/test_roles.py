@@ -2,15 +2,14 @@
 
 import random
 
-import msgspec
 import pytest
 
 from baton.errors import InvalidRequest, ProcessNotFound
 from baton.messages import Accepted, ChangeRole, Heartbeat, LoadReport
 from router.events import DrainWorker, Finished, SetRole
 from tests.router.cluster import Cluster
-from tests.router.lab import Lab, held
-from tests.router.model import CONFIG, card
+from tests.router.lab import Lab, held, lab_with
+from tests.router.model import card
 
 
 def views(lab: Lab) -> dict[str, tuple[str, bool, str | None]]:
@@ -186,8 +185,7 @@ def ask_for(lab: Lab, prompts: float) -> Lab:
 
 def busy(roles: str = "manual", prompts: float = 0.8) -> Lab:
     """A prefill worker and three decode workers."""
-    router = msgspec.structs.replace(CONFIG.router, roles=roles)
-    lab = Lab(msgspec.structs.replace(CONFIG, router=router))
+    lab = lab_with(roles=roles)
     lab.split()
     for name in ("decode-1", "decode-2"):
         lab.join("decode", name)
@@ -216,8 +214,7 @@ def test_what_is_advised_is_carried_out_where_that_is_wanted() -> None:
 
 
 def test_what_was_asked_before_there_was_a_worker_of_each_kind_fades() -> None:
-    router = msgspec.structs.replace(CONFIG.router, roles="auto")
-    lab = Lab(msgspec.structs.replace(CONFIG, router=router))
+    lab = lab_with(roles="auto")
     lab.colocated(3)
     ask_for(lab, 3.0)
     for _ in range(300):

@@ -11,10 +11,6 @@ STUCK = 5_001  # above cluster.step_timeout_ms
 SILENCE = 1.001  # seconds, above cluster.heartbeat_timeout_ms
 
 
-def states(lab: Lab) -> dict[str, str | None]:
-    return {view.peer.name: view.gone for view in lab.state.processes(lab.now)}
-
-
 # --- a loop that stands still is stuck ---
 
 
@@ -23,24 +19,24 @@ def test_a_process_whose_loop_stands_still_is_stuck_until_it_goes_on(lab: Lab, r
     lab.split()
     victim = f"{role}-0.1"
     lab.beat(victim, loop=STUCK - 1)
-    assert states(lab)[f"{role}-0"] is None
+    assert lab.gone()[f"{role}-0"] is None
     lab.beat(victim, loop=STUCK)
-    assert states(lab)[f"{role}-0"] == "stuck"
+    assert lab.gone()[f"{role}-0"] == "stuck"
     assert lab.say(victim, msg.Heartbeat(0, msg.LoadReport(), loop_age_ms=STUCK + 250)) == []
     assert lab.sent(msg.RequestHello, victim) == []
     lab.say(victim, msg.Heartbeat(0, msg.LoadReport()))
     assert len(lab.sent(msg.RequestHello, victim)) == 1
     lab.join(role, f"{role}-0")
-    assert states(lab)[f"{role}-0"] is None
+    assert lab.gone()[f"{role}-0"] is None
 
 
 def test_a_silent_process_whose_heart_beats_again_while_its_loop_hangs_is_stuck(lab: Lab) -> None:
     """A loop that hangs may keep its heart from beating for a while, and on a busy machine the heart may be late."""
     lab.split()
     lab.advance(SILENCE)
-    assert states(lab)["store-0"] == "silent"
+    assert lab.gone()["store-0"] == "silent"
     assert lab.say("store-0.1", msg.Heartbeat(0, msg.LoadReport(), loop_age_ms=STUCK)) == []
-    assert states(lab)["store-0"] == "stuck"
+    assert lab.gone()["store-0"] == "stuck"
     lab.say("store-0.1", msg.Heartbeat(0, msg.LoadReport()))
     assert len(lab.sent(msg.RequestHello, "store-0.1")) == 1
 
@@ -52,7 +48,7 @@ def test_a_router_whose_every_turn_is_late_still_notices_silence(lab: Lab) -> No
     for _ in range(round(3 * SILENCE / beat)):
         lab.now += 1.5 * beat
         lab.tell(Tick(pauses.tick(lab.now)))
-    assert set(states(lab).values()) == {"silent"}
+    assert set(lab.gone().values()) == {"silent"}
 
 
 def test_a_worker_that_was_stuck_and_joins_again_is_given_work(lab: Lab) -> None:
@@ -72,7 +68,7 @@ def test_a_long_step_is_judged_by_its_own_age(lab: Lab) -> None:
     """Its loop turned last when the step began, so both ages agree."""
     (one,) = lab.colocated()
     lab.beat(one, age=STUCK - 1, loop=STUCK - 1)
-    assert states(lab) == {"decode-0": None}
+    assert lab.gone() == {"decode-0": None}
 
 
 # --- what it has not read goes elsewhere ---
@@ -172,8 +168,7 @@ def test_a_hung_worker_gets_nothing_new_and_work_again_when_it_goes_on(lab: Lab)
 def test_a_prompt_that_a_hung_prefill_worker_does_not_read_goes_to_another_one(lab: Lab) -> None:
     decode, first, _ = lab.split()
     second = lab.join("prefill", "prefill-1")
-    lab.submit(prompt=40)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=40)
     holder = lab.to(lab.prefill)
     lab.beat(holder, heard=lab.counts[holder] - 1, age=UNREAD, loop=UNREAD)
     assert lab.cancelled(holder) == [1]
@@ -189,8 +184,7 @@ def test_a_prompt_that_a_hung_prefill_worker_does_not_read_goes_to_another_one(l
 def test_without_another_prefill_worker_the_decode_worker_computes_what_a_hung_one_does_not_read(
     lab: Lab, decode: str, prefill: str, store: str, hangs: bool
 ) -> None:
-    lab.submit(prompt=40)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=40)
     assert lab.to(lab.prefill) == prefill
     lab.beat(prefill, heard=lab.counts[prefill] - 1, age=0 if hangs else UNREAD, loop=UNREAD)
     assert lab.decode.attempt == 1 + hangs
@@ -218,8 +212,7 @@ def test_a_hung_store_is_not_used_and_is_when_it_goes_on(lab: Lab) -> None:
 
 
 def test_a_lost_have_is_repaired_by_two_heartbeats(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=40)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=40)
     lab.beat(decode, held("r", 1, 40, short=True))
     assert lab.decode.attempt == 1, "the Have may still be on its way"
     lab.beat(decode, held("r", 1, 40, short=True))
@@ -228,8 +221,7 @@ def test_a_lost_have_is_repaired_by_two_heartbeats(lab: Lab, decode: str, prefil
 
 
 def test_a_have_that_comes_after_all_counts_once(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=40)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=40)
     lab.beat(decode, held("r", 1, 40, short=True))
     lab.say(decode, msg.FetchIncomplete("r", 1, 0))
     assert lab.decode.attempt == 2

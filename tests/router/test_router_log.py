@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from baton.logs import RateLimit, RateLimitedLog
-from baton.messages import Accepted, Hello, Peer, Started, ToDecode
+from baton.messages import Hello, Peer, Started, ToDecode
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import RouterSocket
 from router.events import Log
@@ -32,8 +32,7 @@ def test_a_served_request_has_one_short_line(caplog: pytest.LogCaptureFixture) -
     lab = Lab()
     (decode,) = lab.colocated()
     before = len(lab.log)
-    lab.submit(prompt=10, max_tokens=1)
-    lab.say(decode, Accepted("r", 1))
+    lab.accepted(prompt=10, max_tokens=1)
     lab.say(decode, Started("r", 1))
     lab.tokens(decode, "r", 1, 10, 50, computed=10, finish="length")
     for command in lab.log[before:]:

@@ -15,11 +15,6 @@ from router.dashboard import operator_views
 from tests.router.lab import Lab, held, named
 from tests.router.model import CONFIG, NAMESPACE, PAGE, ROUTER, card
 
-
-def names(lab: Lab) -> dict[str, str | None]:
-    return {view.peer.name: view.gone for view in lab.state.processes(lab.now)}
-
-
 # --- joining ---
 
 
@@ -65,7 +60,7 @@ def test_a_misfit_is_rejected_by_field_and_values(lab: Lab, more: dict[str, Any]
     assert rejected.reason == "incompatible"
     assert all(part in rejected.message for part in says), rejected.message
     assert commands[-1] == events.ForgetPeer(f"{arguments['name']}.1")
-    assert len(names(lab)) == 3
+    assert len(lab.gone()) == 3
 
 
 @pytest.mark.parametrize(
@@ -118,7 +113,7 @@ def test_the_first_live_worker_sets_the_namespace(lab: Lab) -> None:
 def test_a_hello_for_another_process_is_dropped(lab: Lab) -> None:
     peer = msg.Peer("decode", "decode-0", "a", "victim", 1)
     lab.tell(events.MessageReceived(msg.Envelope("thief", "", 1, msg.Hello(peer, model=card()))))
-    assert not names(lab)
+    assert not lab.gone()
 
 
 def test_a_stranger_is_asked_to_introduce_itself(lab: Lab) -> None:
@@ -139,7 +134,7 @@ def test_a_silent_peer_is_gone_with_its_pages_in_one_step(lab: Lab, decode: str,
     lab.beat(decode, held("first", 1, 14))
     commands = lab.advance(0.2)
     assert events.Unsubscribe(store) in commands
-    assert names(lab) == {"decode-0": None, "prefill-0": "silent", "store-0": "silent"}
+    assert lab.gone() == {"decode-0": None, "prefill-0": "silent", "store-0": "silent"}
     lab.submit("second", prompt=14)
     assert lab.decode.fetch == 0
 
@@ -149,7 +144,7 @@ def test_a_stuck_worker_is_gone_though_its_heart_beats_and_is_left_alone_until_i
     lab.submit()
     assert lab.beat(one, held("r", 1, 10), age=5_001)
     assert lab.to(lab.decode) == two
-    assert names(lab) == {"decode-0": "stuck", "decode-1": None}
+    assert lab.gone() == {"decode-0": "stuck", "decode-1": None}
     assert lab.beat(one, held("r", 1, 10), age=9_000) == []
     assert [type(c.message) for c in lab.beat(one, age=0) if isinstance(c, events.SendMessage)] == [msg.RequestHello]
 
@@ -200,10 +195,10 @@ def test_a_pause_of_the_router_ends_no_peer(lab: Lab) -> None:
     lab.submit(prompt=14)
     lab.now += 30
     lab.tell(Tick(paused=30))
-    assert set(names(lab).values()) == {None}
+    assert set(lab.gone().values()) == {None}
     assert lab.alive()
     lab.advance(1.1)
-    assert None not in names(lab).values()
+    assert None not in lab.gone().values()
 
 
 # --- heartbeats ---
@@ -220,14 +215,13 @@ def test_a_stores_word_that_a_worker_of_its_node_is_gone_is_enough(
     assert len(lab.sent(msg.Decode)) == 1
     lab.say(store, msg.WorkerDied(decode, 7))
     assert lab.to(lab.decode) == other
-    assert names(lab)["decode-0"] == "dead"
+    assert lab.gone()["decode-0"] == "dead"
     lab.say(store, msg.WorkerDied(decode, 7))
-    assert names(lab)["decode-0"] == "dead"
+    assert lab.gone()["decode-0"] == "dead"
 
 
 def test_heartbeats_list_what_a_worker_has_been_given(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.advance(0.3)
     for peer, attempts in ((decode, (named("r", 1),)), (prefill, (named("r", 1),)), (store, ())):
         assert lab.sent(msg.RouterHeartbeat, peer)[-1].attempts == attempts
@@ -250,8 +244,7 @@ def test_an_attempt_is_lost_once_two_heartbeats_that_should_know_it_do_not(lab: 
 
 
 def test_a_lost_prefill_is_a_new_attempt(lab: Lab, decode: str, prefill: str, store: str) -> None:
-    lab.submit(prompt=14)
-    lab.say(decode, msg.Accepted("r", 1))
+    lab.accepted(prompt=14)
     lab.beat(prefill)
     lab.beat(prefill)
     assert lab.decode.attempt == 2

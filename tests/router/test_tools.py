@@ -38,11 +38,8 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} 
 MARKERS = ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>", "[TOOL_CALLS]", "[ARGS]"]
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
 HERMES, HARMONY = ChatFormat("hermes", "qwen3"), ChatFormat("openai", "openai_gptoss")
-F, WRONG, G = (
-    '{"name": "f", "arguments": {"x": 1}}',
-    '{"name": "f", "arguments": {}}',
-    '{"name":"get-é","arguments":{}}',
-)
+F, WRONG = '{"name": "f", "arguments": {"x": 1}}', '{"name": "f", "arguments": {}}'
+G = '{"name":"get-é","arguments":{}}'
 THOUGHT = "<|channel|>analysis<|message|>Hm {\n<|end|><|start|>assistant"
 
 
@@ -52,6 +49,25 @@ def tool(name: Any, parameters: Any = None, **more: Any) -> dict[str, Any]:
 
 def chat(**fields: Any) -> ChatCompletionRequest:
     return ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **fields)
+
+
+def allowed(*tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [*tools]}}
+
+
+def refused(read: Callable[[], object]) -> str:
+    """The field for which a request is refused."""
+    with pytest.raises(InvalidRequest) as error:
+        read()
+    return error.value.field
+
+
+def of_messages(**fields: Any) -> ChatCompletionRequest:
+    return chat_of_messages(MessagesRequest(**{"messages": [], "max_tokens": 9, **fields}), Repairs())
+
+
+def of_response(**fields: Any) -> ChatCompletionRequest:
+    return chat_of_response(ResponsesRequest(**{"input": "x", **fields}), Repairs())
 
 
 DEEP: Any = {}
@@ -78,13 +94,7 @@ TWO = [tool("f", {"type": "object"}), tool("g")]
         ({"tools": TWO, "tool_choice": "perhaps"}, "tool_choice"),
         ({"tools": TWO, "tool_choice": {"type": "custom"}}, "tool_choice"),
         ({"tools": TWO, "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
-        (
-            {
-                "tools": TWO,
-                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "x"}]}},
-            },
-            "tool_choice.allowed_tools.tools[0]",
-        ),
+        ({"tools": TWO, "tool_choice": allowed({"type": "x"})}, "tool_choice.allowed_tools.tools[0]"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TWO, "tool_choice": "required", "structured_outputs": {"regex": "x"}}, "tool_choice"),
     ],
@@ -113,19 +123,12 @@ def test_the_model_sees_the_tools_that_it_may_call() -> None:
 
     assert seen() == seen(tool_choice="auto") == seen(tool_choice="required") == ["f", "g"]
     assert seen(tool_choice="none") == []
-    only_g = {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]},
-    }
-    assert seen(tool_choice=only_g) == ["g"]
+    assert seen(tool_choice=allowed({"type": "function", "function": {"name": "g"}})) == ["g"]
 
 
 def test_forced_calls_are_a_schema() -> None:
-    parameters = {
-        "type": "object",
-        "properties": {"x": {"$ref": "#/$defs/X"}, "self": {"$ref": "#"}},
-        "$defs": {"X": {}},
-    }
+    properties = {"x": {"$ref": "#/$defs/X"}, "self": {"$ref": "#"}}
+    parameters = {"type": "object", "properties": properties, "$defs": {"X": {}}}
     request, plan = planned(chat(tools=[tool("f", parameters), tool("g")], tool_choice="required"), HERMES)
     assert (plan.framed, plan.constrained, request.chat_template_kwargs) == (True, False, None)
     schema = request.structured_outputs["json"]
@@ -198,9 +201,7 @@ def test_a_turn_with_calls_of_anthropics() -> None:
         },
     ]
     tools = [{"name": "f", "description": "d", "input_schema": {"type": "object"}}]
-    request = chat_of_messages(
-        MessagesRequest(messages=messages, max_tokens=9, tools=tools, tool_choice={"type": "any"}), Repairs()
-    )
+    request = of_messages(messages=messages, tools=tools, tool_choice={"type": "any"})
     assert request.messages == [
         {"role": "user", "content": "Weather?"},
         {
@@ -214,17 +215,10 @@ def test_a_turn_with_calls_of_anthropics() -> None:
     ]
     assert request.tool_choice == "required"
     assert request.include_reasoning is False
-    between = MessagesRequest(messages=messages, max_tokens=9, thinking={"type": "between_tools"})
-    assert chat_of_messages(between, Repairs()).include_reasoning is True
-    for wrong in (
-        {"tool_choice": {"type": "x"}},
-        {"tools": [{"name": "f"}]},
-        {"tools": [{"type": "wizard"}]},
-        {"thinking": {}},
-    ):
-        with pytest.raises(InvalidRequest) as error:
-            chat_of_messages(MessagesRequest(messages=messages, max_tokens=9, **wrong), Repairs())
-        assert error.value.field.startswith(next(iter(wrong)))
+    assert of_messages(messages=messages, thinking={"type": "between_tools"}).include_reasoning is True
+    choice, nameless, strange = {"type": "x"}, [{"name": "f"}], [{"type": "wizard"}]
+    for wrong in ({"tool_choice": choice}, {"tools": nameless}, {"tools": strange}, {"thinking": {}}):
+        assert refused(lambda wrong=wrong: of_messages(messages=messages, **wrong)).startswith(next(iter(wrong)))
 
 
 def test_a_turn_with_calls_of_responses() -> None:
@@ -238,7 +232,7 @@ def test_a_turn_with_calls_of_responses() -> None:
         {"type": "function_call_output", "call_id": "c2", "output": "30"},
         {"type": "message", "role": "assistant", "content": "Fine."},
     ]
-    request = chat_of_response(ResponsesRequest(input=items, reasoning={"effort": "none"}), Repairs())
+    request = of_response(input=items, reasoning={"effort": "none"})
     roles = [message["role"] for message in request.messages]
     assert roles == ["user", "assistant", "tool", "tool", "assistant"]
     turn = request.messages[1]
@@ -247,9 +241,7 @@ def test_a_turn_with_calls_of_responses() -> None:
     assert [message["name"] for message in request.messages[2:4]] == ["f", "g"]
     assert request.reasoning_effort == "none"
     for item in ({"type": "function_call"}, {"type": "wizard"}, {"type": "function_call_output", "call_id": 5}):
-        with pytest.raises(InvalidRequest) as error:
-            chat_of_response(ResponsesRequest(input=[item]), Repairs())
-        assert error.value.field.startswith("input[0]")
+        assert refused(lambda item=item: of_response(input=[item])).startswith("input[0]")
 
 
 def test_the_template_tells_the_format() -> None:
@@ -299,30 +291,20 @@ def test_fields_that_are_not_served_are_refused_by_name() -> None:
         {"grammar": 'root ::= "a"'},
         {"json_schema": {"type": "object"}},
     ):
-        with pytest.raises(InvalidRequest) as error:
-            refuse_unserved(chat(**fields))
-        assert error.value.field == next(iter(fields))
+        assert refused(lambda fields=fields: refuse_unserved(chat(**fields))) == next(iter(fields))
     refuse_unserved(chat(functions=[], function_call="auto", modalities=["text"]))
     for field in ("prompt", "context_management", "conversation", "moderation", "previous_input_messages"):
-        with pytest.raises(InvalidRequest) as error:
-            chat_of_response(ResponsesRequest(input="x", **{field: [{"id": "x"}]}), Repairs())
-        assert error.value.field == field
+        assert refused(lambda field=field: of_response(**{field: [{"id": "x"}]})) == field
     for fields, field in (
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"format": "json"}}, "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
     ):
-        with pytest.raises(InvalidRequest) as error:
-            chat_of_response(ResponsesRequest(input="x", **fields), Repairs())
-        assert error.value.field == field
+        assert refused(lambda fields=fields: of_response(**fields)) == field
     for field in ("mcp_servers", "container", "thread", "compaction"):
-        with pytest.raises(InvalidRequest) as error:
-            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **{field: [{"url": "x"}]}), Repairs())
-        assert error.value.field == field
-    assert (
-        chat_of_messages(MessagesRequest(messages=[], max_tokens=1, mcp_servers=[]), Repairs()).response_format is None
-    )
+        assert refused(lambda field=field: of_messages(**{field: [{"url": "x"}]})) == field
+    assert of_messages(mcp_servers=[]).response_format is None
 
 
 def test_fields_of_chats_mean_the_same_in_responses() -> None:
@@ -331,7 +313,7 @@ def test_fields_of_chats_mean_the_same_in_responses() -> None:
         "repetition_penalty": 1.5, "logit_bias": {5: 1.0}, "structured_outputs": {"regex": "a+"}, "session_id": "s",
         "skip_special_tokens": False, "include_stop_str_in_output": True, "chat_template_kwargs": {"a": 1},
     }  # fmt: skip
-    request = chat_of_response(ResponsesRequest(input="x", **fields), Repairs())
+    request = of_response(**fields)
     assert {name: getattr(request, name) for name in fields} == fields
 
 
@@ -346,15 +328,14 @@ def test_tools_in_the_input_of_responses() -> None:
         ]},
         {"type": "function_call", "call_id": "c", "namespace": "n", "name": "f", "arguments": "{}"},
     ]  # fmt: skip
-    request = chat_of_response(ResponsesRequest(input=items, tool_choice={"type": "function", "name": "f"}), Repairs())
+    request = of_response(input=items, tool_choice={"type": "function", "name": "f"})
     seen = [(one["function"]["name"], one["function"]["description"]) for one in request.tools or ()]
     assert seen == [("f", "new"), ("n__f", "old")]
     assert [message["role"] for message in request.messages] == ["user", "assistant"]
     assert request.messages[1]["tool_calls"][0]["function"]["name"] == "n__f"
     for tools, field in (("x", "input[0].tools"), ([{"type": ["x"]}], "input[0].tools[0].type")):
-        with pytest.raises(InvalidRequest) as error:
-            chat_of_response(ResponsesRequest(input=[{"type": "additional_tools", "tools": tools}]), Repairs())
-        assert error.value.field == field
+        wrong = [{"type": "additional_tools", "tools": tools}]
+        assert refused(lambda wrong=wrong: of_response(input=wrong)) == field
 
 
 def test_documents_of_anthropics_keep_what_is_said_of_them() -> None:
@@ -369,26 +350,20 @@ def test_documents_of_anthropics_keep_what_is_said_of_them() -> None:
         ({"type": "search_result", "title": "T", "source": "S", "content": [text]}, "T\nS\na page"),
         ({"type": "compaction", "content": "all so far"}, "all so far"),
     ):
-        messages = [{"role": "user", "content": [block]}]
-        request = chat_of_messages(MessagesRequest(messages=messages, max_tokens=1), Repairs())
+        request = of_messages(messages=[{"role": "user", "content": [block]}])
         assert request.messages[0]["content"] == [{"type": "text", "text": shown}]
     picture = {"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}
-    with pytest.raises(InvalidRequest) as error:
-        chat_of_messages(
-            MessagesRequest(messages=[{"role": "user", "content": [text, picture]}], max_tokens=1), Repairs()
-        )
-    assert error.value.field == "messages[0].content[1]"
+    shown = [{"role": "user", "content": [text, picture]}]
+    assert refused(lambda: of_messages(messages=shown)) == "messages[0].content[1]"
 
 
 def test_a_schema_of_anthropics() -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     for fields in ({"output_config": {"format": form, "effort": "high"}}, {"output_format": form}):
-        request = chat_of_messages(MessagesRequest(messages=[], max_tokens=1, **fields), Repairs())
-        assert request.response_format == {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+        right = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+        assert of_messages(**fields).response_format == right
     for wrong in ({"type": "text"}, {"type": "json_schema"}, 5):
-        with pytest.raises(InvalidRequest) as error:
-            chat_of_messages(MessagesRequest(messages=[], max_tokens=1, output_config={"format": wrong}), Repairs())
-        assert error.value.field == "output_config.format"
+        assert refused(lambda wrong=wrong: of_messages(output_config={"format": wrong})) == "output_config.format"
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["markers", "spelt"])
