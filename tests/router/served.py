@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 
 from baton import config as settings
@@ -21,6 +22,7 @@ from tests.router.cluster import Cluster
 from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB
 from tests.router.processes import Process
 from tests.support import cluster_keys
+from tests.support.eventually import becomes
 
 
 def model_folder(folder: Path) -> Path:
@@ -111,6 +113,14 @@ async def served(config: settings.Config) -> AsyncIterator[Served]:
         running.close()
         with contextlib.suppress(asyncio.CancelledError):
             await workers
+
+
+async def until_ready(http: aiohttp.ClientSession, address: str, scheme: str = "http", **more: Any) -> None:
+    async def status() -> int:
+        async with http.get(f"{scheme}://{address}/ready", **more) as answer:
+            return answer.status
+
+    await becomes(status, 200, "readiness")
 
 
 async def collect(call: Any) -> tuple[str, list[int], generation_pb2.Finished]:

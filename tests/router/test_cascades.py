@@ -24,7 +24,7 @@ from tests.router.served import Served, model_folder, served, settings_for
 from tests.router.test_api import PROMPT, SEED, Door, completion, text_of
 from tests.router.test_chat_api import MESSAGES, OUTPUT, TOOLS, WEATHER, Client
 from tests.router.test_two_models import two_models
-from tests.support.eventually import eventually_async
+from tests.support.eventually import becomes, eventually_async
 
 pytestmark = pytest.mark.slow
 
@@ -87,12 +87,8 @@ async def test_a_sure_answer_is_the_small_models_and_an_unsure_one_is_repeated(t
         assert (before.request.decode_worker, before.request.state) == ("decode-0", "cancelled")
         assert before.request.cascade == choices[1]
         assert "'large' answers" in before.request.outcome
-
-        async def all_counted() -> bool:
-            expected = {("small", "confident"): 1, ("large", "unsure"): 1, ("large", "class"): 1}
-            return await counted(client) == expected
-
-        await eventually_async(all_counted, "each counted once")
+        once = {("small", "confident"): 1, ("large", "unsure"): 1, ("large", "class"): 1}
+        await becomes(lambda: counted(client), once, "each counted once")
 
 
 async def _is_queued(operator: AsyncClient, count: int) -> bool:
@@ -145,7 +141,7 @@ async def test_a_client_that_goes_away_ends_whichever_runs(tmp_path: Path, promp
         asking = asyncio.create_task(client.post("/v1/completions", body))
         await eventually_async(lambda: _has(runs, 40), "a long output")
         asking.cancel()
-        await eventually_async(lambda: _is_idle(worker, small), "the end of both")
+        await eventually_async(lambda: not (worker.sequences or small.sequences), "the end of both")
 
 
 async def test_a_client_that_goes_away_before_the_choice_costs_the_large_model_nothing(tmp_path: Path) -> None:
@@ -155,18 +151,14 @@ async def test_a_client_that_goes_away_before_the_choice_costs_the_large_model_n
         (small,) = client.router.cluster.processes.values()
         await eventually_async(lambda: _has(small, len(UNSURE)), "a first token")
         asking.cancel()
-        await eventually_async(lambda: _is_idle(small), "its end")
+        await eventually_async(lambda: not small.sequences, "its end")
         client.router.step_seconds = 0.002
         assert not (await operator.generate(SURE, model="both").result()).logprobs
         assert {one.decode_worker for one in await operator.requests(10)} == {"decode-0"}  # none was sent to the other
 
 
-async def _has(process: Any, tokens: int) -> bool:
+def _has(process: Any, tokens: int) -> bool:
     return any(len(each.tokens) > tokens for each in process.sequences.values())
-
-
-async def _is_idle(*processes: Any) -> bool:
-    return not any(process.sequences for process in processes)
 
 
 async def test_what_needs_whole_outputs_is_refused(tmp_path: Path) -> None:

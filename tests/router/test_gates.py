@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from baton import api_keys
 from baton.api_keys import Identity
 from baton.config import Config, load
 from baton.errors import ConfigError
-from tests.router.served import served, settings_for
+from tests.router.served import served, settings_for, until_ready
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow
@@ -38,13 +39,8 @@ def statuses(config: Config, *requests: tuple[str, str, Mapping[str, str]]) -> l
         async with served(config) as router, aiohttp.ClientSession() as http:
             router.start("decode", "decode-0")
             url = f"http://{router.addresses.api}"
-
-            async def ready() -> bool:
-                async with http.get(f"{url}/ready", headers={"Host": "localhost"}) as answer:
-                    return answer.status == 200
-
             if not config.api.allowed_hosts:
-                await eventually_async(ready)
+                await until_ready(http, router.addresses.api, headers={"Host": "localhost"})
             codes: list[int] = []
             for method, path, headers in requests:
                 data = BODY if method == "POST" else None
@@ -158,16 +154,13 @@ async def test_the_metrics_port_on_loopback_is_for_this_machines_names(tmp_path:
                 assert answer.status == status
 
 
-@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "HTTPS://Chat.example", "https://a@b", ""])
-def test_an_origin_that_no_browser_sends_is_a_config_error(tmp_path: Path, origin: str) -> None:
-    with pytest.raises(ConfigError, match=r"api\.allowed_origins"):
-        load(None, {"api.allowed_origins": [origin]})
-
-
-@pytest.mark.parametrize("host", ["llm.example:8000", "https://llm.example", "LLM.example", ""])
-def test_a_host_that_is_none_is_a_config_error(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"api\.allowed_hosts"):
-        load(None, {"api.allowed_hosts": [host]})
+def test_origins_that_no_browser_sends_and_hosts_that_are_none_are_config_errors() -> None:
+    origins = ["chat.example", "https://chat.example/", "HTTPS://Chat.example", "https://a@b", ""]
+    hosts = ["llm.example:8000", "https://llm.example", "LLM.example", ""]
+    for field, wrong in (("api.allowed_origins", origins), ("api.allowed_hosts", hosts)):
+        for each in wrong:
+            with pytest.raises(ConfigError, match=re.escape(field)):
+                load(None, {field: [each]})
 
 
 def test_both_settings_are_read_from_a_file(tmp_path: Path) -> None:

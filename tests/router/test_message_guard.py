@@ -24,7 +24,7 @@ from router.frontend.grpc_api.message_guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import collect, served, settings_for
 from tests.router.test_client_sessions import Client, cluster, request
-from tests.support.eventually import eventually_async
+from tests.support.eventually import becomes, eventually_async
 from tests.support.http2 import PREFACE, Http2Client
 
 pytestmark = pytest.mark.slow
@@ -330,11 +330,7 @@ async def test_watches_have_few_places_and_take_none_from_generation(tmp_path: P
         assert Counter(got) == {"held": 256, "RESOURCE_EXHAUSTED": 64}
         assert await served_as_ever(client)
         calls[number := got.index("held")].cancel()
-
-        async def another() -> bool:
-            return await first(watch(channels[number // 16])) == "held"
-
-        await eventually_async(another)
+        await becomes(lambda: first(watch(channels[number // 16])), "held")
 
 
 async def test_one_connection_has_few_watches(tmp_path: Path) -> None:

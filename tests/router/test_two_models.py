@@ -15,7 +15,7 @@ from baton.config import Config, FurtherModel, ModelConfig
 from tests.router.model import NAMESPACE
 from tests.router.served import Served, model_folder, served, settings_for
 from tests.router.test_api import Door, completion, ready
-from tests.support.eventually import eventually_async
+from tests.support.eventually import becomes, eventually_async
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,4 @@ async def test_models_are_listed_and_measured_by_name(tmp_path: Path) -> None:
             assert {each.labels["model_name"] for each in families["vllm:num_requests_running"].samples} == {*counts}
             return counts
 
-        async def counted() -> bool:
-            return await finished() == {"small": 1, "large": 2}
-
-        await eventually_async(counted, "the counts of both")
+        await becomes(finished, {"small": 1, "large": 2}, "the counts of both")

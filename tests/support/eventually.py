@@ -33,3 +33,12 @@ async def eventually_async(
             return result  # type: ignore[return-value]
         assert time.monotonic() < end, f"{what} did not come true within {seconds} s"
         await asyncio.sleep(_POLL)
+
+
+async def becomes(ask: Callable[[], Coroutine[Any, Any, object]], right: object, what: str = "the answer") -> None:
+    """Ask again until the answer is the right one."""
+
+    async def same() -> bool:
+        return await ask() == right
+
+    await eventually_async(same, what)
