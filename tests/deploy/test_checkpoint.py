@@ -30,13 +30,8 @@ from worker import load_runner
 
 _PASSED = "the checkpoint is fine; nothing was started"
 _SETTINGS: dict[str, Any] = {
-    "router.grpc_port": 0,
-    "router.internal_port": 0,
-    "router.http_port": 0,
-    "api.port": 0,
-    "store.host_cache_bytes": "16MB",
-    "prefill.kv_cache_bytes": "16MB",
-    "decode.kv_cache_bytes": "16MB",
+    **dict.fromkeys(("router.grpc_port", "router.internal_port", "router.http_port", "api.port"), 0),
+    **dict.fromkeys(("store.host_cache_bytes", "prefill.kv_cache_bytes", "decode.kv_cache_bytes"), "16MB"),
     "model.device": "cpu",
     "model.native": False,
 }
