@@ -15,46 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as hf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    Cache,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteMoeHybridConfig,
-    GraniteMoeHybridForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 from transformers.utils import logging
 
 from tests.support.engines import ENGINE
@@ -116,9 +78,9 @@ _LONGROPE = {
 }
 
 
-def _mamba2_config(**sizes: Any) -> PreTrainedConfig:
+def _mamba2_config(**sizes: Any) -> hf.PreTrainedConfig:
     """Without the sizes of attention, as checkpoints of Mamba 2 are."""
-    return Mamba2Config(**{name: value for name, value in sizes.items() if hasattr(Mamba2Config, name)})
+    return hf.Mamba2Config(**{name: value for name, value in sizes.items() if hasattr(hf.Mamba2Config, name)})
 
 
 @dataclass(frozen=True)
@@ -126,8 +88,8 @@ class Recipe:
     """One kind of checkpoint. `settings` go on top of the common sizes; `norms` is the range of the norms' weights, and
     `score_norms` that of the norms of queries and keys."""
 
-    config: Callable[..., PreTrainedConfig]
-    model: type[PreTrainedModel]
+    config: Callable[..., hf.PreTrainedConfig]
+    model: type[hf.PreTrainedModel]
     settings: Mapping[str, Any] = field(default_factory=dict)
     shard_size: str = "1GB"
     norms: tuple[float, float] = (0.5, 1.5)
@@ -135,41 +97,43 @@ class Recipe:
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "llama": Recipe(LlamaConfig, LlamaForCausalLM, {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
-    "llama-sharded": Recipe(LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}, shard_size="200KB"),
-    "llama-bias": Recipe(LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
-    "mistral": Recipe(MistralConfig, MistralForCausalLM, {"sliding_window": None, "head_dim": 24}),
-    "mistral-window": Recipe(MistralConfig, MistralForCausalLM, {"sliding_window": 23}),
-    "qwen2": Recipe(Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
-    "qwen2-window": Recipe(
-        Qwen2Config, Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    "llama": Recipe(hf.LlamaConfig, hf.LlamaForCausalLM, {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama-sharded": Recipe(hf.LlamaConfig, hf.LlamaForCausalLM, {"tie_word_embeddings": False}, shard_size="200KB"),
+    "llama-bias": Recipe(
+        hf.LlamaConfig, hf.LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}
     ),
-    "qwen3": Recipe(Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": True}),
+    "mistral": Recipe(hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": None, "head_dim": 24}),
+    "mistral-window": Recipe(hf.MistralConfig, hf.MistralForCausalLM, {"sliding_window": 23}),
+    "qwen2": Recipe(hf.Qwen2Config, hf.Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "qwen2-window": Recipe(
+        hf.Qwen2Config, hf.Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    ),
+    "qwen3": Recipe(hf.Qwen3Config, hf.Qwen3ForCausalLM, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-linear": Recipe(
-        Qwen3Config,
-        Qwen3ForCausalLM,
+        hf.Qwen3Config,
+        hf.Qwen3ForCausalLM,
         {
             "head_dim": 32,
             "attention_bias": True,
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
         },
     ),
-    "llama-yarn": Recipe(LlamaConfig, LlamaForCausalLM, {"rope_parameters": _YARN}),
+    "llama-yarn": Recipe(hf.LlamaConfig, hf.LlamaForCausalLM, {"rope_parameters": _YARN}),
     "llama-dynamic": Recipe(
-        LlamaConfig,
-        LlamaForCausalLM,
+        hf.LlamaConfig,
+        hf.LlamaForCausalLM,
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}},
     ),
-    "phi3": Recipe(Phi3Config, Phi3ForCausalLM),
+    "phi3": Recipe(hf.Phi3Config, hf.Phi3ForCausalLM),
     "phi3-longrope": Recipe(
-        Phi3Config,
-        Phi3ForCausalLM,
+        hf.Phi3Config,
+        hf.Phi3ForCausalLM,
         # The long factors are for sequences beyond the original context. transformers uses the short ones below it.
         {"original_max_position_embeddings": 2, "rope_parameters": _LONGROPE, "sliding_window": 23},
     ),
     "gemma3": Recipe(
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
+        hf.Gemma3TextConfig,
+        hf.Gemma3ForCausalLM,
         {
             "head_dim": 32,
             "sliding_window": 20,
@@ -178,10 +142,10 @@ RECIPES: Mapping[str, Recipe] = {
         },
         norms=(10.0, 20.0),  # layers must outweigh the embedding, which is scaled up and tied
     ),
-    "mixtral": Recipe(MixtralConfig, MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": Recipe(hf.MixtralConfig, hf.MixtralForCausalLM, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": Recipe(
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
+        hf.Qwen3MoeConfig,
+        hf.Qwen3MoeForCausalLM,
         {
             "head_dim": 32,
             "num_experts": 8,
@@ -194,8 +158,8 @@ RECIPES: Mapping[str, Recipe] = {
 }
 VLLM_RECIPES: Mapping[str, Recipe] = {
     "gemma2": Recipe(
-        Gemma2Config,
-        Gemma2ForCausalLM,
+        hf.Gemma2Config,
+        hf.Gemma2ForCausalLM,
         {
             "head_dim": 32,
             "sliding_window": 20,
@@ -209,8 +173,8 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
         norms=(10.0, 20.0),
     ),
     "gpt-oss": Recipe(
-        GptOssConfig,
-        GptOssForCausalLM,
+        hf.GptOssConfig,
+        hf.GptOssForCausalLM,
         {
             "head_dim": 32,
             "intermediate_size": 192,  # on a CPU vLLM wants a multiple of 32 for each rank
@@ -219,10 +183,10 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
             "num_experts_per_tok": 2,
         },
     ),
-    "olmo2": Recipe(Olmo2Config, Olmo2ForCausalLM),
+    "olmo2": Recipe(hf.Olmo2Config, hf.Olmo2ForCausalLM),
     "glm4-moe": Recipe(
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
+        hf.Glm4MoeConfig,
+        hf.Glm4MoeForCausalLM,
         {
             "attention_bias": True,
             "use_qk_norm": True,
@@ -232,11 +196,13 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
         },
     ),
     "deepseek-v2": Recipe(
-        DeepseekV2Config, DeepseekV2ForCausalLM, {**_LATENT, "head_dim": 64, "topk_method": "greedy", "topk_group": 1}
+        hf.DeepseekV2Config,
+        hf.DeepseekV2ForCausalLM,
+        {**_LATENT, "head_dim": 64, "topk_method": "greedy", "topk_group": 1},
     ),
     "deepseek-v3": Recipe(
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
+        hf.DeepseekV3Config,
+        hf.DeepseekV3ForCausalLM,
         {
             **_LATENT,
             "topk_method": "noaux_tc",  # transformers writes neither this nor the next, and vLLM reads both
@@ -247,8 +213,8 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
         },
     ),
     "granite4": Recipe(
-        GraniteMoeHybridConfig,
-        GraniteMoeHybridForCausalLM,
+        hf.GraniteMoeHybridConfig,
+        hf.GraniteMoeHybridForCausalLM,
         {
             **_STATES,
             "hidden_size": 128,
@@ -261,7 +227,7 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
     ),
     "mamba2": Recipe(
         _mamba2_config,
-        Mamba2ForCausalLM,
+        hf.Mamba2ForCausalLM,
         {
             "hidden_size": 128,
             "initializer_range": 0.1,
@@ -273,8 +239,8 @@ VLLM_RECIPES: Mapping[str, Recipe] = {
         },
     ),
     "qwen3-next": Recipe(
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
+        hf.Qwen3NextConfig,
+        hf.Qwen3NextForCausalLM,
         {
             "hidden_size": 128,
             "initializer_range": 0.1,
@@ -329,7 +295,7 @@ def make(name: str, path: Path, seed: int = 2, dtype: torch.dtype = torch.float3
     return path
 
 
-def config(name: str, **settings: Any) -> PreTrainedConfig:
+def config(name: str, **settings: Any) -> hf.PreTrainedConfig:
     """The config of a recipe, with `settings` changed."""
     return _recipe(name).config(**{**_SIZES, **_recipe(name).settings, **ENGINE.checkpoint, **settings})
 
@@ -362,10 +328,10 @@ def _tokenizer() -> Tokenizer:
 class Reference:
     """A checkpoint as transformers runs it, in float32. `cache`, where one is given, makes what holds K and V."""
 
-    model: PreTrainedModel
-    cache: Callable[[], Cache | None] = lambda: None
+    model: hf.PreTrainedModel
+    cache: Callable[[], hf.Cache | None] = lambda: None
 
-    def _run(self, tokens: torch.Tensor, cache: Cache | None, *, use_cache: bool = True) -> tuple[torch.Tensor, Any]:
+    def _run(self, tokens: torch.Tensor, cache: hf.Cache | None, *, use_cache: bool = True) -> tuple[torch.Tensor, Any]:
         name = "cache_params" if self.model.config.model_type == "mamba2" else "past_key_values"
         output = self.model(tokens, **{name: cache}, use_cache=use_cache)
         return output.logits[0], output.get(name)
@@ -421,7 +387,7 @@ def reference(path: Path, name: str = "") -> Reference:
     """Load a checkpoint with transformers, in float32: by the architecture that it names, or as the recipe `name`."""
     raw = json.loads((path / "config.json").read_text())
     named = _recipe(name).model.__name__ if name else raw["architectures"][0]
-    model: Callable[..., PreTrainedModel] = next(
+    model: Callable[..., hf.PreTrainedModel] = next(
         recipe.model for recipe in (*RECIPES.values(), *VLLM_RECIPES.values()) if recipe.model.__name__ == named
     ).from_pretrained
     return Reference(model(path, dtype=torch.float32, attn_implementation="eager").eval())
