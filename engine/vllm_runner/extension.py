@@ -2,15 +2,18 @@
 
 A page in the arena has the form in which the kernels here keep K and V of a block (`kvstore.layout`), heads outermost.
 So a copy is a plain one: on a GPU, whose blocks lie as pages do, one move of contiguous bytes; on a CPU, whose layers
-lie apart, one move for each head and layer.
+lie apart, one move for each head and layer. There NumPy copies. torch takes 1.4 times as long, and divides a page among
+threads whose meeting costs more.
 """
 
 # pyright: reportMissingImports=false
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from baton.errors import UnsupportedModel
@@ -23,10 +26,14 @@ from engine.vllm_runner.messages import Row
 from engine.vllm_runner.pages import FP8
 from engine.vllm_runner.ranks import die_with_parent, serve_beside
 from kvstore.arena.memory import Arena
-from kvstore.checksum import head_checksums
+from kvstore.checksum import checksum, head_checksums
 from kvstore.client.transfer import CopyIn, CopyOut
 from kvstore.layout import LATENT, PAIRED, STATES
 
+_Page: TypeAlias = tuple[Any, Any, Any]
+"""A copy on a CPU: destination and source of all heads, and those to hash, each while the cache still has it."""
+
+_PART = 2**22  # bytes that a thread copies at least: less takes as long as handing it over
 _STATE = torch.int8
 """What recurrent states lie in: as bytes, one row to a block. K and V are in no such dtype."""
 
@@ -74,6 +81,8 @@ class BatonExtension:
         self._baton_place *= not latent
         self._baton_blocks = _blocks(caches)
         self._baton_blocks.zero_()
+        self._baton_threads = torch.get_num_threads()
+        self._baton_pool = ThreadPoolExecutor(self._baton_threads, "copies")
         if (copies := _copies(self._baton_blocks)) is not None:
             self._baton_copies, part = copies, self._baton_part_of(len(caches))
             self._baton_mover = OverlappedMover(copies, lambda: None, heads, verify=True, part=part)
@@ -105,12 +114,14 @@ class BatonExtension:
         page, which lie outermost, or all of latents; and of them the layers of its stage, which has so many."""
         arena = Arena.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC), slots, page_bytes)
         self._baton_arena, self._baton_part = arena, self._baton_part_of(sum(layers))
-        _, heads, own, width = self._baton_blocks.shape
+        _, heads, own, _ = self._baton_blocks.shape
         first = sum(layers[: self._baton_stage])
-        pages = torch.frombuffer(arena.view, dtype=self._baton_blocks.dtype).view(slots, -1, heads, sum(layers), width)
-        self._baton_slots = pages[:, self._baton_place, :, first : first + own]
         if self._baton_mover is not None:
             self._baton_mover.attach(arena)
+            return
+        self._baton_host = self._baton_blocks.view(torch.uint8).numpy()
+        pages = np.frombuffer(arena.view, np.uint8).reshape(slots, -1, heads, sum(layers), self._baton_host.shape[-1])
+        self._baton_slots = pages[:, self._baton_place, :, first : first + own]
 
     def baton_out(self, blocks: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
         """Copy this rank's part of blocks into slots. Return the checksums of each slot's heads there, as `baton_hash`.
@@ -120,9 +131,9 @@ class BatonExtension:
         if self._baton_mover is not None:
             pairs = enumerate(zip(blocks, slots, strict=True))
             return self._baton_mover.copy([CopyOut(0, index, block, slot) for index, (block, slot) in pairs])
-        for block, slot in zip(blocks, slots, strict=True):
-            self._baton_slots[slot].copy_(self._baton_blocks[block])
-        return self.baton_hash(slots) if self._baton_stages == 1 else [[] for _ in slots]
+        whole = self._baton_stages == 1
+        pairs = [(self._baton_slots[slot], self._baton_host[block]) for block, slot in zip(blocks, slots, strict=True)]
+        return self._baton_copy([(slot, block, slot if whole else ()) for slot, block in pairs])
 
     def baton_hash(self, slots: Sequence[int]) -> list[list[int]]:
         """Return the checksums of this rank's heads in each slot, with the layers of all stages: by the ranks of the
@@ -140,9 +151,17 @@ class BatonExtension:
             pairs = enumerate(zip(slots, blocks, strict=True))
             copies = [CopyIn(0, index, slot, block, 0) for index, (slot, block) in pairs]
             return self._baton_mover.copy(copies, verify=check)
-        for slot, block in zip(slots, blocks, strict=True):
-            self._baton_blocks[block].copy_(self._baton_slots[slot])
-        return self.baton_hash(slots) if check else [[] for _ in slots]
+        whole = check and self._baton_stages == 1  # else the rank of the first stage hashes all layers
+        pairs = [(self._baton_slots[slot], self._baton_host[block]) for slot, block in zip(slots, blocks, strict=True)]
+        sums = self._baton_copy([(block, slot, slot if whole else ()) for slot, block in pairs])
+        return self.baton_hash(slots) if check and not whole else sums
+
+    def _baton_copy(self, pages: Sequence[_Page]) -> list[list[int]]:
+        """Copy pages on all threads, each a part of them. Return the checksums of the heads that are to be hashed."""
+        share = max(-(-len(pages) // self._baton_threads), -(-_PART // pages[0][0].nbytes))
+        parts = [pages[at : at + share] for at in range(0, len(pages), share)]
+        each = map if len(parts) == 1 else self._baton_pool.map
+        return [sums for part in each(_copy, parts) for sums in part]
 
     def baton_duplicate(self, source: int, dest: int) -> None:
         if self._baton_copies is not None:
@@ -219,6 +238,18 @@ def _blocks(caches: Sequence[torch.Tensor]) -> torch.Tensor:
             raise UnsupportedModel(f"vLLM keeps K and V of layer {number} otherwise than those of layer 0")
     shape = (count, heads, len(caches), page_size * width)
     return first.as_strided(shape, (first.stride(0), first.stride(1), distance, 1), first.storage_offset())
+
+
+def _copy(pages: Sequence[_Page]) -> list[list[int]]:
+    sums: list[list[int]] = []
+    for dest, source, hashed in pages:
+        sums.append([])
+        if not len(hashed):
+            np.copyto(dest, source)
+        for place, head in enumerate(hashed):
+            np.copyto(dest[place], source[place])
+            sums[-1].append(checksum(head.data))
+    return sums
 
 
 def _copies(blocks: torch.Tensor) -> CudaCopies | None:
