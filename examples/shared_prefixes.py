@@ -1,7 +1,7 @@
-"""Print who computed two prompts that begin alike: `python examples/shared_prefixes.py host:50051 OPERATOR [FILE]`.
+"""Print how two prompts that begin alike were computed: `python examples/shared_prefixes.py host:50051 OPERATOR`.
 
 The second prompt leaves the first one in the middle of a page. What they share is not computed again, and a long prompt
-may be computed by several prefill workers: docs/observe.md says more of what `baton explain` tells.
+may be computed by several prefill workers. A file that is named besides has another text. docs/observe.md has more.
 """
 
 import sys

@@ -101,15 +101,15 @@ def test_pages_are_those_of_a_checkpoint(
         return served[-1]
 
     monkeypatch.setattr(trials, "SimulatedCluster", begin)
-    asked = (*LOOSE, "--gpus", 2, "--checkpoint", tmp_path, "--engine", "vllm")
-    assert answer(model, *asked, "--page-size", page_size)["clusters"][0]["speed"]
+    options = (*LOOSE, "--gpus", 2, "--checkpoint", tmp_path, "--engine", "vllm")
+    assert answer(model, *options, "--page-size", page_size)["clusters"][0]["speed"]
     for worker in served[0].workers.values():
         assert structs.asdict(worker.state._groups) == sizes["groups"]
     assert served[0].timing.token_bytes * page_size == sizes["page_bytes"]
     if config == GRANITE:
-        assert "a recurrent state needs pages of 64 tokens" in call(model, *asked, "--page-size", 32).output
+        assert "a recurrent state needs pages of 64 tokens" in call(model, *options, "--page-size", 32).output
         model.write_text(MODEL)
-        assert "on a CPU only" in call(model, *asked, "--page-size", 64).output
+        assert "on a CPU only" in call(model, *options, "--page-size", 64).output
 
 
 def test_short_prompts_beside_a_loose_one_are_not(model: Path) -> None:

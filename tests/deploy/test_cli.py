@@ -97,8 +97,8 @@ def test_a_person_reads_the_same_error_on_stderr():
     ],
 )
 def test_up_refuses_before_anything_starts(flags: list[str], reason: str, says: str, model: Path):
-    found, message = error("up", *ANY_PORT, *(model if flag is FINE else flag for flag in flags))
-    assert found == reason
+    code, message = error("up", *ANY_PORT, *(model if flag is FINE else flag for flag in flags))
+    assert code == reason
     assert says in message
 
 

@@ -187,7 +187,7 @@ def test_a_prefill_worker_without_a_head_is_smaller():
     assert whole - without > 4_000 * 512 * 4
 
 
-def said(*argv: str) -> str:
+def printed(*argv: str) -> str:
     return " ".join(CliRunner().invoke(app, argv).output.split())
 
 
@@ -265,10 +265,10 @@ def test_what_fits_with_layers_in_groups(tmp_path: Path) -> None:
     assert whole["pages"] == 8 * 32
     assert groups["prefill"]["pages"] == whole["prefill"]["pages"]
     assert groups["fits"] > 2.8 * whole["fits"]
-    assert "--engine vllm --set" in said(*argv, "--engine", "vllm")
+    assert "--engine vllm --set" in printed(*argv, "--engine", "vllm")
     staged = [*argv, "--pipeline-parallel-size", "2"]
-    assert "stages don't divide" in said(*staged)
-    assert "on a CPU only" in said(*staged[:2], "--device", "cuda", *staged[4:])
+    assert "stages don't divide" in printed(*staged)
+    assert "on a CPU only" in printed(*staged[:2], "--device", "cuda", *staged[4:])
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_what_fits_of_models_that_vllm_alone_knows(
     assert sizes["pool"] == sizes["decode"]["pages"] * ranks
     assert sizes["decode"]["weights"] * ranks == 6_000
     assert sizes["fits"] == (2**30 - sizes["decode"]["total"] + sizes["decode"]["pages"]) // page // pages
-    assert ("of states behind a page" in said(*argv, "--page-size", "64")) == bool(snapshot)
-    assert "--set pages.page_size=" in said(*argv, "--page-size", "16")
+    assert ("of states behind a page" in printed(*argv, "--page-size", "64")) == bool(snapshot)
+    assert "--set pages.page_size=" in printed(*argv, "--page-size", "16")
 
 
 def test_a_draft_is_counted(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_what_fits_with_pages_in_fp8(tmp_path: Path) -> None:
     assert fp8["decode"]["pages"] * 2 == plain["decode"]["pages"]
     assert fp8["decode"]["weights"] == plain["decode"]["weights"]
     assert fp8["fits"] == pytest.approx(2 * plain["fits"], abs=1)
-    output = said(*argv, "--kv-cache-dtype", "fp8_e5m2", "--page-size", "32")
+    output = printed(*argv, "--kv-cache-dtype", "fp8_e5m2", "--page-size", "32")
     settings = "--set model.dtype=bfloat16 --set model.kv_cache_dtype=fp8_e5m2 --set pages.page_size=32"
     assert f"--engine vllm {settings} --set decode.kv_cache_bytes=" in output
     for held in ("int8", "fp8"):

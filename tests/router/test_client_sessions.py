@@ -277,8 +277,8 @@ def test_the_command_says_where_it_listens_and_ends_when_told(tmp_path: Path) ->
             addresses = json.loads(process.stdout.readline())
             assert set(addresses) == {"grpc", "internal", "http", "operator", "api", "further"}
             port = addresses["grpc"].rpartition(":")[2]
-            taken = settings_for(tmp_path, grpc_port=int(port), operator=str(tmp_path / "other.sock"))
-            file.write_text(settings.dump(taken))
+            busy = settings_for(tmp_path, grpc_port=int(port), operator=str(tmp_path / "other.sock"))
+            file.write_text(settings.dump(busy))
             second = subprocess.run(command, **pipes, timeout=30, check=False)
             assert second.returncode == 1
             assert port in second.stderr

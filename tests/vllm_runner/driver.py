@@ -37,7 +37,7 @@ def load(
     return VllmRunner.load(path, dtype, pages, page_size, max_rows=rows, ranks=ranks, **options)
 
 
-def kept(load: Loaded) -> Iterator[Loaded]:
+def loaded_once(load: Loaded) -> Iterator[Loaded]:
     """The body of a fixture: the model of some arguments is loaded once, and closed at the end."""
     with ExitStack() as stack:
         yield cache(lambda *arguments, **more: stack.enter_context(closing(load(*arguments, **more))))

@@ -27,7 +27,7 @@ from tests.support import adapters, checkpoints, workload
 from tests.support.cluster import at_rest
 from tests.support.eventually import eventually
 from tests.support.metrics_page import metric, nothing_held
-from tests.vllm_runner.driver import GREEDY, Generation, agree, kept, load, prompt_of, run, run_ahead
+from tests.vllm_runner.driver import GREEDY, Generation, agree, load, loaded_once, prompt_of, run, run_ahead
 from tests.vllm_runner.test_cluster import SETTINGS
 
 COUNT = 20
@@ -54,7 +54,7 @@ def modules(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(scope="module")
 def runner(model: Path, modules: dict[str, str]) -> Iterator[Callable[[int], VllmRunner]]:
     """`runner(ranks)`: the model with its adapters on so many ranks."""
-    yield from kept(lambda ranks: load(model, ranks=ranks, lora_modules=modules, max_lora_rank=8))
+    yield from loaded_once(lambda ranks: load(model, ranks=ranks, lora_modules=modules, max_lora_rank=8))
 
 
 @pytest.mark.technique("Many adapters in one batch")

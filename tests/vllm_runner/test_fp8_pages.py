@@ -73,7 +73,7 @@ def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
         kind = vllm_kv_dtype(json.loads((paths(name) / "config.json").read_text()), held)
         return load_runner(paths(name), dtype, ranks=ranks, kv_cache_dtype=kind)
 
-    yield from driver.kept(loaded)
+    yield from driver.loaded_once(loaded)
 
 
 compare = partial(driver.likely, near=NEAR, share=LIKELIEST)

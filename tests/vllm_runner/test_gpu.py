@@ -21,7 +21,7 @@ from tests.vllm_runner import driver
 from tests.vllm_runner import test_exact_steps as exact
 from tests.vllm_runner import test_runner as first
 from tests.vllm_runner import test_second_runner as second
-from tests.vllm_runner.driver import Loaded, kept, load
+from tests.vllm_runner.driver import Loaded, load, loaded_once
 from tests.vllm_runner.test_runner import arena as arena  # fixtures, whose `runner` is on the GPU here
 from tests.vllm_runner.test_runner import paths as paths
 
@@ -50,7 +50,7 @@ def _products_of_float32_are_exact() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
-    yield from kept(lambda name: load(paths(name.split("/")[0]), device="cuda"))
+    yield from loaded_once(lambda name: load(paths(name.split("/")[0]), device="cuda"))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])

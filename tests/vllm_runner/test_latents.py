@@ -37,7 +37,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
-    yield from driver.kept(lambda ranks, stages=1: load(paths("deepseek-v3"), ranks=ranks, stages=stages))
+    yield from driver.loaded_once(lambda ranks, stages=1: load(paths("deepseek-v3"), ranks=ranks, stages=stages))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedOut, CopyIn, CopyOut
 from tests.support import checkpoints
-from tests.vllm_runner.driver import PAGE, Generation, Loaded, arena_of, kept, load, prompt_of, run, step
+from tests.vllm_runner.driver import PAGE, Generation, Loaded, arena_of, load, loaded_once, prompt_of, run, step
 from tests.vllm_runner.test_runner import paths as paths
 from tests.vllm_runner.test_speculation import COUNT, DRAWS, alike, members, take, with_proposals
 
@@ -80,7 +80,7 @@ def runner(paths: Callable[[str], Path], drafts: Callable[[str], Path]) -> Itera
         own = {"method": method, "model": str(drafts(method)), "num_speculative_tokens": GUESSES} if method else {}
         return load(paths("llama"), drafts=own)
 
-    yield from kept(loaded)
+    yield from loaded_once(loaded)
 
 
 def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.0, seed: int = 0) -> tuple[int, int]:

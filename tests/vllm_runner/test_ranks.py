@@ -55,7 +55,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def runner(path: Path) -> Iterator[Loaded]:
     """`runner(ranks, stages)`: the model on so many ranks, in that many stages."""
-    yield from driver.kept(lambda ranks, stages=1: load(path, ranks=ranks, stages=stages))
+    yield from driver.loaded_once(lambda ranks, stages=1: load(path, ranks=ranks, stages=stages))
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def runner(paths: Callable[[str], Path]) -> Iterator[Loaded]:
     """`runner(name)`: the model of that checkpoint; "a prefill" has a second one of its own behind a slash."""
-    yield from driver.kept(lambda name: load(paths(name.split("/")[0])))
+    yield from driver.loaded_once(lambda name: load(paths(name.split("/")[0])))
 
 
 EXACT = (
