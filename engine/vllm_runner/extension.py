@@ -158,7 +158,7 @@ class BatonExtension:
 
     def _baton_copy(self, pages: Sequence[_Page]) -> list[list[int]]:
         """Copy pages on all threads, each a part of them. Return the checksums of the heads that are to be hashed."""
-        share = max(-(-len(pages) // self._baton_threads), -(-_PART // pages[0][0].nbytes))
+        share = max(-(-len(pages) // self._baton_threads), -(-_PART // self._baton_host[0].nbytes), 1)
         parts = [pages[at : at + share] for at in range(0, len(pages), share)]
         each = map if len(parts) == 1 else self._baton_pool.map
         return [sums for part in each(_copy, parts) for sums in part]
