@@ -6,7 +6,6 @@ import pytest
 
 from baton import messages as msg
 from router.events import Finished
-from router.frontend.grpc_api.grpc_calls import finished
 from tests.router.lab import Lab
 from tests.router.model import VOCAB
 
@@ -24,7 +23,7 @@ def test_a_workers_account_tells_of_no_more_than_the_request_has(
     lab.tokens(decode, "r", 1, PROMPT, 1, 2, finish="length", computed=HUGE)
     end = lab.end()
     assert isinstance(end.outcome, Finished)
-    work = finished("length", end.summary, "r", 1).finished.work
+    work = end.summary.served
     pages = -(-PROMPT // lab.config.pages.page_size)
     assert work.tokens_computed <= 2 * PROMPT
     assert max(work.pages_hit, work.pages_shipped, work.pages_on_device, work.pages_fetched) <= pages + 1
