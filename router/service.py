@@ -45,12 +45,12 @@ from router.frontend.api.dashboard import DashboardFeed
 from router.frontend.api.operator_server import OperatorCalls, OperatorServer, OtherRouters
 from router.frontend.api.server import ApiServer
 from router.frontend.cascade import Cascade
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import ClientServer
 from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
 from router.frontend.off_loop import TokenizerThreads
+from router.frontend.router_driver import RouterDriver
 from router.frontend.served_model import load
 from router.tracing.request_spans import SpanSink
 

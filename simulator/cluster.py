@@ -351,11 +351,11 @@ class SimulatedCluster:
             self.measures.check(request, tokens)
         self.measures.tokens(request, len(tokens), spacing)
 
-    def ended(self, end: RequestEnded) -> None:
+    def request_ended(self, end: RequestEnded) -> None:
         """Forward to the measures; see `simulator.router.Clients`."""
         if self._checked:
             self.measures.check_end(end)
-        ended = self.measures.ended(end)
+        ended = self.measures.request_ended(end)
         self._homes.pop(end.request, None)
         if ended is None or ended[0].play is None:
             return

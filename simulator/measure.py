@@ -108,7 +108,7 @@ class Measures:
         if isinstance(end.outcome, Finished) and (live := self._live.get(end.request)) is not None:
             assert live.tokens == live.arrival.output, f"{end.request} ends after {live.tokens} tokens"
 
-    def ended(self, end: RequestEnded) -> tuple[Arrival, bytes] | None:
+    def request_ended(self, end: RequestEnded) -> tuple[Arrival, bytes] | None:
         """Take the end of a request. Return it with its whole answer, empty unless it finished; None if it was over."""
         live = self._live.pop(end.request, None)
         if live is None:

@@ -24,7 +24,7 @@ class Clients(Protocol):
         """Take tokens. Each but the first was generated `spacing` seconds after the one before."""
         ...
 
-    def ended(self, end: RequestEnded) -> None: ...
+    def request_ended(self, end: RequestEnded) -> None: ...
 
 
 class SimulatedRouter(RouterShell):
@@ -76,7 +76,7 @@ class SimulatedRouter(RouterShell):
         self._clients.tokens(request, tokens, self._spacing)
 
     def end_request(self, end: RequestEnded) -> None:
-        self._clients.ended(end)
+        self._clients.request_ended(end)
 
     def follow(self, holder: str) -> None:
         if (process := self._network.process(holder)) is not None:

@@ -1,4 +1,4 @@
-"""A shell around a router's real state, without sockets and without clients: `router.frontend.client_sessions`.
+"""A shell around a router's real state, without sockets and without clients: `router.frontend.router_driver`.
 
 What a link, a client and a follower of KV events are, a subclass says.
 """

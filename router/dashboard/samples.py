@@ -59,7 +59,7 @@ class Samples:
         """Two tokens came so far apart."""
         self._itl.add(seconds)
 
-    def ended(self, end: RequestEnded) -> None:
+    def request_ended(self, end: RequestEnded) -> None:
         if isinstance(end.outcome, Finished) and (ttft := end.summary.timeline.ttft) is not None:
             self._ttft.add(ttft)
 

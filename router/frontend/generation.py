@@ -37,12 +37,12 @@ from baton.operator_api import CascadeChoice
 from baton.v1 import generation_pb2 as pb
 from kvstore.keys import pack_tokens
 from router.frontend.beam_search import beam_search, check_width
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.detokenizer import TextStream
 from router.frontend.grammar_checker import GrammarChecker
 from router.frontend.identity import caller
 from router.frontend.off_loop import TokenizerThreads
 from router.frontend.output_stream import OutputStream, ReadableStream, ResultSet, best_of
+from router.frontend.router_driver import RouterDriver
 from router.frontend.served_model import ServedModel, kept_tokens, tokenized
 from router.frontend.token_cache import TextOwner
 from router.generation_request import GenerationRequest, TextOptions, check_bounds

@@ -20,8 +20,8 @@ from aiohttp import web
 from baton.errors import PermissionDenied, Unauthenticated
 from baton.hosts import bracketed, host_of_header, is_loopback, names_this_machine
 from baton.metrics import PAGE_TYPE
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.identity import Gatekeeper, note_refusal
+from router.frontend.router_driver import RouterDriver
 
 log = logging.getLogger(__name__)
 

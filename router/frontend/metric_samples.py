@@ -179,7 +179,7 @@ class VllmMetrics(Collector):
         """A request's next token came after so long."""
         self._between.observe(seconds)
 
-    def ended(self, end: RequestEnded, max_tokens: int | None) -> None:
+    def request_ended(self, end: RequestEnded, max_tokens: int | None) -> None:
         """A request has ended, in any way."""
         usage, line = end.summary.usage, end.summary.timeline
         if isinstance(end.outcome, Cancelled):

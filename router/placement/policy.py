@@ -60,7 +60,7 @@ class PlacementPolicy(Protocol):
         """Whether to try a request that waits. One that certainly can't go now is passed by, however many there are."""
         ...
 
-    def ended(self, request: str) -> None: ...
+    def request_ended(self, request: str) -> None: ...
 
 
 class LowestTtft:
@@ -99,7 +99,7 @@ class LowestTtft:
         """It may go anywhere."""
         return True
 
-    def ended(self, request: str) -> None:
+    def request_ended(self, request: str) -> None:
         """Nothing is kept of any."""
 
 

@@ -68,7 +68,7 @@ class RulePolicy:
         worker = None if waiting is None else view.members.get(waiting.worker)
         return worker is None or _has_room(worker, view)
 
-    def ended(self, request: str) -> None:
+    def request_ended(self, request: str) -> None:
         self._waiting.pop(request, None)
 
     def _choose(self, ask: PlacementRequest, view: ClusterView) -> _Waiting | Wait | Reject:

@@ -219,7 +219,7 @@ class AdmissionControl:
     def generated(self, request: Request, tokens: int) -> None:
         self._charge(request.spec.tenant, self._token_weights.output * tokens)
 
-    def ended(self, request: Request, usage: Usage, now: float) -> None:
+    def request_ended(self, request: Request, usage: Usage, now: float) -> None:
         """Estimates become what it was."""
         self.queue.remove(request, now)
         tenant, begun = request.spec.tenant, request.history.ever_accepted

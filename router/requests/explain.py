@@ -274,7 +274,7 @@ class Explanations:
             self._close(account, replace(request.timeline), now)
             account.end_reason = why
 
-    def ended(self, request: Request, outcome: RequestOutcome, summary: Summary, now: float) -> None:
+    def request_ended(self, request: Request, outcome: RequestOutcome, summary: Summary, now: float) -> None:
         """The request ends, and its current attempt, if it has one, with it. Call before that is withdrawn."""
         if account := self._current(request):
             self._close(account, summary.timeline, now)

@@ -570,11 +570,11 @@ class RequestManager:
         """The one way out. `completion`: how many tokens count, if not all."""
         request.timeline.ended = now
         summary = request.summary(completion)
-        self._explanations.ended(request, outcome, summary, now)
-        self._attainment.ended(request, outcome, summary)
+        self._explanations.request_ended(request, outcome, summary, now)
+        self._attainment.request_ended(request, outcome, summary)
         self.cancel_attempt(request)
-        self._admission.ended(request, summary.usage, now)
-        self._policy.ended(request.name)
+        self._admission.request_ended(request, summary.usage, now)
+        self._policy.request_ended(request.name)
         del self._requests[request.name]
         match outcome:
             case Finished(reason=reason):

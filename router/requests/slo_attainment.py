@@ -39,7 +39,7 @@ class SloAttainment:
         """Requests since the start."""
         return dict(self._counts)
 
-    def ended(self, request: Request, outcome: RequestOutcome, summary: Summary) -> None:
+    def request_ended(self, request: Request, outcome: RequestOutcome, summary: Summary) -> None:
         match outcome:
             case Cancelled():
                 return

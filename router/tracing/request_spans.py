@@ -73,7 +73,7 @@ class RequestSpans:
         self._requests -= 1
         self._close_one()
 
-    def ended(self, end: RequestEnded, record: RequestRecord | None) -> None:
+    def request_ended(self, end: RequestEnded, record: RequestRecord | None) -> None:
         """A request to the workers has ended. `record`: what is remembered of it."""
         self._completion += end.summary.usage.completion
         self._last = max(self._last, end.summary.timeline.ended or self.received)

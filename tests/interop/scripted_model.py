@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from baton.wire import use_keys
 from kvstore.keys import unpack_tokens
 from router.frontend.api.gates import KeyGate
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.output_stream import OutputStream
+from router.frontend.router_driver import RouterDriver
 from router.generation_request import GenerationRequest
 from tests.interop.clients.checks import END, VERDICT
 from tests.interop.environment import ROOT

@@ -11,9 +11,9 @@ from baton.clock import Tick
 from baton.metrics import Metrics
 from baton.v1 import generation_pb2 as pb
 from router.events import MessageReceived, RequestEnded
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import Generation, GenerationService, message_fields
 from router.frontend.off_loop import TokenizerThreads
+from router.frontend.router_driver import RouterDriver
 from router.frontend.served_model import ServedModel
 from router.queueing.admission import ModelLimits
 from tests.router.model import CONFIG, CONTEXT, EOS, ROUTER, VOCAB, card, load_of

@@ -23,7 +23,7 @@ from router.frontend.grpc_api import grpc_calls, grpc_server
 from router.frontend.grpc_api.message_guard import MessageGuard
 from tests.router.model import CONTEXT
 from tests.router.served import collect, served, settings_for
-from tests.router.test_client_sessions import Client, cluster, request
+from tests.router.test_router_driver import Client, cluster, request
 from tests.support.eventually import becomes, eventually_async
 from tests.support.http2 import PREFACE, Http2Client
 

@@ -12,7 +12,7 @@ from baton.messages import Hello, Peer, Started, ToDecode
 from baton.v1 import generation_pb2, generation_pb2_grpc
 from baton.wire import RouterSocket
 from router.events import Log
-from router.frontend import client_sessions
+from router.frontend import router_driver
 from tests.router.lab import Lab
 from tests.router.served import served, settings_for
 
@@ -20,7 +20,7 @@ from tests.router.served import served, settings_for
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is left out because of another test."""
-    monkeypatch.setattr(client_sessions, "limited", RateLimitedLog(client_sessions.log, RateLimit(burst=20)))
+    monkeypatch.setattr(router_driver, "limited", RateLimitedLog(router_driver.log, RateLimit(burst=20)))
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -37,18 +37,18 @@ def test_a_served_request_has_one_short_line(caplog: pytest.LogCaptureFixture) -
     lab.tokens(decode, "r", 1, 10, 50, computed=10, finish="length")
     for command in lab.log[before:]:
         if isinstance(command, Log):
-            client_sessions._write(command)
+            router_driver._write(command)
     assert lines(caplog) == ["request=r finished: length, 10 prompt tokens, 0 cached, 1 generated"]
 
 
 def test_lines_that_a_client_or_peer_causes_are_limited(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for number in range(1_000):
-        client_sessions._write(
+        router_driver._write(
             Log("failed: invalid_request: " + "x" * 10_000, f"r{number}", kind="failed: invalid_request")
         )
-        client_sessions._write(Log(f"finished {number}", f"s{number}"))
-    client_sessions._write(Log("store-0 is gone: silent", warning=True, kind="gone"))
+        router_driver._write(Log(f"finished {number}", f"s{number}"))
+    router_driver._write(Log("store-0 is gone: silent", warning=True, kind="gone"))
     written = lines(caplog)
     assert sum("failed" in line for line in written) == 20
     assert sum("finished" in line for line in written) == 1_000

@@ -22,7 +22,7 @@ from router.frontend.output_stream import MAX_UNREAD, MAX_UNREAD_BYTES, Output, 
 from router.frontend.served_model import ServedModel
 from router.generation_request import GenerationRequest
 from router.queueing.admission import ModelLimits
-from tests.router.test_client_sessions import request
+from tests.router.test_router_driver import request
 from tests.support.eventually import eventually_async
 
 pytestmark = pytest.mark.slow

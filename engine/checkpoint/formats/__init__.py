@@ -56,7 +56,7 @@ def format_of(spec: WeightSpec, name: str) -> WeightFormat:
 def read(spec: WeightSpec, name: str, shape: Shape, take: Take) -> Matrix:
     """Return the matrix `name`. Raises CorruptWeights, naming a tensor, and UnsupportedModel for a shape that the
     format can't hold."""
-    matrix = format_of(spec, name).read(name, shape, take)
+    matrix = format_of(spec, name).read_matrix(name, shape, take)
     if tuple(matrix.shape) != shape:
         raise UnsupportedModel(f"{name} is {list(shape)}, which {spec} can't hold; quantize it in another form")
     return matrix

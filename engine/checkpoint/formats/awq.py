@@ -53,7 +53,7 @@ class Awq:
             f"{name}.scales": (groups, rows),
         }
 
-    def read(self, name: str, shape: Shape, take: Take) -> AffineGroups:
+    def read_matrix(self, name: str, shape: Shape, take: Take) -> AffineGroups:
         weight, zeros, scale = self.stored(name, shape).items()
         codes, zero = (unpacked(take(*one, (torch.int32,)), _BITS, 1, _PLACES).T for one in (weight, zeros))
         return AffineGroups.from_zeros(codes, checked_scale(scale[0], take(*scale, FLOATS)).T, zero, _BITS)

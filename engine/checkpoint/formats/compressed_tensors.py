@@ -134,10 +134,10 @@ class CompressedTensors:
             tensors[f"{name}.weight_g_idx"] = (columns,)
         return tensors
 
-    def read(self, name: str, shape: Shape, take: Take) -> Matrix:
+    def read_matrix(self, name: str, shape: Shape, take: Take) -> Matrix:
         spec, (rows, columns) = self._spec, shape
         if self._blocks is not None:
-            return self._blocks.read(name, shape, take)
+            return self._blocks.read_matrix(name, shape, take)
         tensors = self.stored(name, shape)
 
         def part(end: str, *dtypes: torch.dtype) -> torch.Tensor:

@@ -27,6 +27,6 @@ class WeightFormat(Protocol):
         """Return names and shapes of the tensors that hold the matrix `name`."""
         ...
 
-    def read(self, name: str, shape: Shape, take: Take) -> Matrix:
+    def read_matrix(self, name: str, shape: Shape, take: Take) -> Matrix:
         """Return the matrix. Raises CorruptWeights, naming a tensor, if its tensors contradict each other."""
         ...

@@ -42,7 +42,7 @@ class Fp8Block:
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
         return {f"{name}.weight": shape, f"{name}.{self._scale}": _blocks(shape)}
 
-    def read(self, name: str, shape: Shape, take: Take) -> AffineGroups:
+    def read_matrix(self, name: str, shape: Shape, take: Take) -> AffineGroups:
         rows, columns = shape
         codes = checked_floats(f"{name}.weight", take(f"{name}.weight", shape, (torch.float8_e4m3fn,)))
         group = math.gcd(columns, BLOCK)  # the last block of a row may have less inputs

@@ -56,7 +56,7 @@ class Gguf:
         inputs, size = _BLOCK[self._types[type_name(name)]]
         return {f"{name}.weight": (shape[0], shape[1] // inputs * size)}
 
-    def read(self, name: str, shape: Shape, take: Take) -> AffineGroups:
+    def read_matrix(self, name: str, shape: Shape, take: Take) -> AffineGroups:
         kind = self._types[type_name(name)]
         place, stored = next(iter(self.stored(name, shape).items()))
         blocks = take(place, stored, (torch.uint8,)).unflatten(1, (-1, _BLOCK[kind][1]))  # [rows, blocks, bytes]

@@ -58,7 +58,7 @@ class Gptq:
             f"{name}.g_idx": (columns,),
         }
 
-    def read(self, name: str, shape: Shape, take: Take) -> AffineGroups:
+    def read_matrix(self, name: str, shape: Shape, take: Take) -> AffineGroups:
         weight, zeros, scale, of = self.stored(name, shape).items()
         bits, half = self._spec.bits, 1 << self._spec.bits - 1
         codes = unpacked(take(*weight, (torch.int32,)).T, bits, 1)

@@ -19,5 +19,5 @@ class Plain:
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
         return {f"{name}.weight": shape}
 
-    def read(self, name: str, shape: Shape, take: Take) -> torch.Tensor:
+    def read_matrix(self, name: str, shape: Shape, take: Take) -> torch.Tensor:
         return take(f"{name}.weight", shape, FLOATS)

@@ -81,9 +81,9 @@ from router.frontend.api.streaming import EventStream, WholeResponse
 from router.frontend.api.token_logprobs import TokenNames
 from router.frontend.api.tools import ToolPlan, checked, fitted, planned
 from router.frontend.chat.repairs import HEADER, Repairs
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import Generation, GenerationService
 from router.frontend.identity import Gatekeeper, caller
+from router.frontend.router_driver import RouterDriver
 from router.frontend.served_model import tokenized
 
 log = logging.getLogger(__name__)

@@ -43,7 +43,7 @@ from baton.errors import BatonError, Overloaded
 from baton.operator_api import Explain, GetHistory, GetSnapshot, OperatorCall
 from router.frontend.api.errors import error_response
 from router.frontend.api.operator_server import OperatorCalls
-from router.frontend.client_sessions import RouterDriver
+from router.frontend.router_driver import RouterDriver
 
 log = logging.getLogger(__name__)
 

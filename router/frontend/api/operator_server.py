@@ -67,9 +67,9 @@ from router.frontend.api.openai_responses import ResponsesBuilder
 from router.frontend.api.server import ApiServer
 from router.frontend.api.streaming import disconnected
 from router.frontend.chat.repairs import Repairs
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.generation import GenerationService, check_length, checked_name, checked_salt
 from router.frontend.identity import THIS_USER, Gatekeeper, caller, note_refusal
+from router.frontend.router_driver import RouterDriver
 from router.frontend.served_model import ServedModel, tokenized
 from router.requests.explain import RequestRecord
 from router.role_changes import PATIENCE

@@ -23,8 +23,8 @@ from baton.api_keys import Identity
 from baton.client import AsyncClient
 from baton.operator_api import Status
 from baton.v1 import generation_pb2, generation_pb2_grpc
-from router.frontend.client_sessions import RouterDriver
 from router.frontend.grpc_api import grpc_calls
+from router.frontend.router_driver import RouterDriver
 from tests.router import tokenizers
 from tests.router.model import expected
 from tests.router.served import Served, collect, served, settings_for

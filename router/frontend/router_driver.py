@@ -324,10 +324,10 @@ class RouterDriver:
         for follower in self._followers.pop(end.request, ()):
             self._end_held(replace(end, request=follower))
         if (spans := self._spans.pop(end.request, None)) is not None:
-            spans.ended(end, self._record(end.request))
+            spans.request_ended(end, self._record(end.request))
         self._observe(end)
-        self.monitor.samples.ended(end)
-        self.vllm_metrics.ended(end, self._max_tokens.pop(end.request, None))
+        self.monitor.samples.request_ended(end)
+        self.vllm_metrics.request_ended(end, self._max_tokens.pop(end.request, None))
 
     def _end_held(self, end: events.RequestEnded) -> None:
         """End a request that has not begun, unless it has ended, and those that follow it."""
