@@ -5,8 +5,7 @@ import pytest
 from baton import messages as msg
 from baton.messages import LOWEST_CLASS
 from router.events import Finished
-from tests.router.lab import Lab
-from tests.router.test_lifecycle import with_router
+from tests.router.lab import Lab, lab_with
 
 
 def of_lowest(lab: Lab, name: str, **more: object) -> None:
@@ -25,7 +24,7 @@ def placed(lab: Lab) -> list[str]:
 
 @pytest.mark.technique("Batches that fill gaps")
 def test_a_request_that_runs_gives_way_and_goes_on_with_every_token() -> None:
-    lab = with_router(queue_timeout_ms=500)
+    lab = lab_with(queue_timeout_ms=500)
     decode = lab.join("decode", "decode-0")
     of_lowest(lab, "batch")
     start(lab, decode, "batch", 50, 51)
@@ -48,7 +47,7 @@ def test_a_request_that_runs_gives_way_and_goes_on_with_every_token() -> None:
 
 @pytest.mark.technique("A quantum of service for runaways")
 def test_a_runaway_yields_once_others_wait_and_goes_on_with_the_same_tokens() -> None:
-    lab = with_router(service_quantum={0: 3})
+    lab = lab_with(service_quantum={0: 3})
     decode = lab.join("decode", "decode-0")
     lab.submit("long", max_tokens=20)
     start(lab, decode, "long", 50, 51, 52, 53)
@@ -67,7 +66,7 @@ def test_a_runaway_yields_once_others_wait_and_goes_on_with_the_same_tokens() ->
 
 
 def test_a_class_without_a_quantum_never_yields() -> None:
-    lab = with_router(service_quantum={1: 3})
+    lab = lab_with(service_quantum={1: 3})
     decode = lab.join("decode", "decode-0")
     lab.submit("long", max_tokens=20)
     start(lab, decode, "long", 50, 51, 52, 53)
@@ -88,7 +87,7 @@ def test_while_others_wait_none_of_the_lowest_class_begins(lab: Lab) -> None:
 
 
 def test_a_flood_of_another_tenants_batch_is_shed_before_any_other_request() -> None:
-    lab = with_router(max_queued=3)
+    lab = lab_with(max_queued=3)
     for number in range(3):
         of_lowest(lab, f"batch {number}", tenant="a")
     for number in range(3):
@@ -98,7 +97,7 @@ def test_a_flood_of_another_tenants_batch_is_shed_before_any_other_request() -> 
 
 
 def test_one_that_has_yielded_is_not_shed() -> None:
-    lab = with_router(max_queued=1)
+    lab = lab_with(max_queued=1)
     decode = lab.join("decode", "decode-0")
     of_lowest(lab, "batch")
     start(lab, decode, "batch", 50)

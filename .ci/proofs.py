@@ -1,0 +1,35 @@
+"""Print how many properties the tests have and how many planted mistakes they must find: `python .ci/proofs.py [FOLDER...]`.
+
+A property is a test that hypothesis makes the inputs of, or a state machine. A planted mistake is a change of the code
+that a test makes and then has to find. Such tests have a name that says so: `test_it_notices`, `a_mistake_would_be_found`.
+"""
+
+import re
+import sys
+
+import pytest
+
+_MISTAKE = re.compile(r"test_(it|the_machine)_notices|mistakes?_\w*(found|noticed)|(wrong|not_taken)\w*_is_noticed")
+
+
+class _Counter:
+    properties = mistakes = 0
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            test = getattr(item, "obj", None)
+            self.properties += getattr(test, "is_hypothesis_test", False) or item.name == "runTest"
+            self.mistakes += bool(_MISTAKE.search(item.name))
+
+
+def main() -> int:
+    """Return the exit status of pytest."""
+    counter = _Counter()
+    options = ["--collect-only", "-qqq", "--hypothesis-profile=thorough", "-p", "no:cacheprovider", *sys.argv[1:]]
+    status = pytest.main(options, plugins=[counter])
+    print(f"{counter.properties} properties, {counter.mistakes} planted mistakes")
+    return int(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
