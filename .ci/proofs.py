@@ -1,7 +1,7 @@
-"""Print how many properties the tests have and how many planted mistakes they must find: `python .ci/proofs.py [FOLDER...]`.
+"""Count the properties of the tests and the mistakes that they must find: `python .ci/proofs.py [FOLDER...]`.
 
-A property is a test that hypothesis makes the inputs of, or a state machine. A planted mistake is a change of the code
-that a test makes and then has to find. Such tests have a name that says so: `test_it_notices`, `a_mistake_would_be_found`.
+A property is a test that hypothesis makes the inputs of, or a state machine. A mistake is planted in the code by a test
+that then has to find it. Its name says so: `test_it_notices`, `a_mistake_would_be_found`.
 """
 
 import re
