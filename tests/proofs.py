@@ -1,4 +1,4 @@
-"""Count the properties of the tests and the mistakes that they must find: `python .ci/proofs.py [FOLDER...]`.
+"""Count the properties of the tests and the mistakes that they must find: `python -m tests.proofs [FOLDER...]`.
 
 A property is a test that hypothesis makes the inputs of, or a state machine. A mistake is planted in the code by a test
 that then has to find it. Its name says so: `test_it_notices`, `a_mistake_would_be_found`.
