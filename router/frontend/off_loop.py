@@ -257,7 +257,8 @@ class FairTurns:
                 await turn
             except asyncio.CancelledError:
                 if turn.cancelled():
-                    backlog.waiting.remove(turn)
+                    with contextlib.suppress(ValueError):  # a place was to be given to it in the same moment
+                        backlog.waiting.remove(turn)
                     self._forget(tenant, size)
                 else:  # the place was given to it in the same moment
                     self._leave(tenant, size)
@@ -268,10 +269,11 @@ class FairTurns:
         self._backlogs.move_to_end(tenant)  # it has just had its turn
         self._forget(tenant, size)
         for other, backlog in self._backlogs.items():
-            if backlog.waiting:
-                self._backlogs.move_to_end(other)
-                backlog.waiting.popleft().set_result(None)
-                return
+            while backlog.waiting:
+                if not (turn := backlog.waiting.popleft()).cancelled():
+                    self._backlogs.move_to_end(other)
+                    turn.set_result(None)
+                    return
         self._free += 1
 
     def _forget(self, tenant: str, size: int) -> None:

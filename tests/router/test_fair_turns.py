@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from baton.errors import Overloaded
 from router.frontend.off_loop import FairTurns
@@ -52,6 +52,7 @@ async def test_a_tenant_may_wait_with_so_much_and_no_other_tenant_counts() -> No
     st.integers(1, 3),
     st.lists(st.tuples(st.sampled_from(["enter", "leave", "cancel"]), st.sampled_from("abc"), st.integers(0, 5))),
 )
+@example(1, [*[("enter", "a", 0)] * 5, ("cancel", "a", 0), ("enter", "b", 1), ("cancel", "a", 4), ("leave", "a", 0)])
 def test_no_place_is_lost_and_none_is_given_twice(places: int, steps: list[tuple[str, str, int]]) -> None:
     async def test() -> None:
         turns = FairTurns("x", places, 100, 1_000)
