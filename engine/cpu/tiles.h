@@ -49,8 +49,8 @@ class Tiles {
     };
     stride *= sizeof(bf16);
     if (rows <= 16) return side_by_side(weights, input, stride, kSpan, spans, first, sums, ask);
-    two_by_two(weights, kRow, input, stride, 64, kSpan, spans, first, sums, kRow, ask);
-    two_by_two(weights + 128, kRow, input, stride, 64, kSpan, spans, first, sums + 32, kRow, [](int64_t) {});
+    two_by_two(weights, kRow, input, stride, 64, kSpan, spans, 1, first, sums, kRow, ask);
+    two_by_two(weights + 128, kRow, input, stride, 64, kSpan, spans, 1, first, sums + 32, kRow, [](int64_t) {});
   }
 
   // How many columns `multiply_groups` takes.
@@ -64,13 +64,11 @@ class Tiles {
     begin(rows, words);
     const char *own = reinterpret_cast<const char*>(weights), *input = reinterpret_cast<const char*>(x);
     stride *= sizeof(bf16);
-    for (int64_t group = 0; group < groups; ++group, own += spans * words * kRow, input += spans * words * 4) {
-      const auto during = [&](int64_t span) { meanwhile(group * spans + span); };
-      if (rows <= 16)
-        side_by_side(own, input, stride, words, spans, true, part + group * rows * 64, during);
-      else
-        two_by_two(own, kRow, input, stride, words * 4, words, spans, true, part + group * rows * 32, kSquareRow, during);
-    }
+    if (rows > 16)
+      return two_by_two(own, kRow, input, stride, words * 4, words, spans, groups, true, part, kSquareRow, meanwhile);
+    for (int64_t group = 0; group < groups; ++group, own += spans * words * kRow, input += spans * words * 4)
+      side_by_side(own, input, stride, words, spans, true, part + group * rows * 64,
+                   [&](int64_t span) { meanwhile(group * spans + span); });
   }
 
   // Adds the products of 32 rows, `stride` words apart, with 32 columns, [spans][16][32] words, to `sums`, [32][32]; `first`:
@@ -78,7 +76,7 @@ class Tiles {
   void multiply_square(const uint32_t* columns, const uint32_t* rows, int64_t stride, int64_t spans, bool first, float* sums) {
     begin(kTiledRows, kSpan);
     two_by_two(reinterpret_cast<const char*>(columns), kSquareRow, reinterpret_cast<const char*>(rows), stride * 4, 64,
-               kSpan, spans, first, sums, kSquareRow, [](int64_t) {});
+               kSpan, spans, 1, first, sums, kSquareRow, [](int64_t) {});
   }
 
  private:
@@ -103,32 +101,40 @@ class Tiles {
     _tile_loadconfig(config);
   }
 
-  // The sums of 32 columns at `sums` and of 32 at `others`, with rows `apart` bytes apart, or zeros.
-  static void load(bool first, const float* sums, const float* others, int64_t apart) {
+  // The sums of 32 columns, with rows `apart` bytes apart, or zeros.
+  static void load_first(bool first, const float* sums, int64_t apart) {
     if (first) {
       _tile_zero(0);
       _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
     } else {
       _tile_loadd(0, sums, apart);
       _tile_loadd(1, sums + 16, apart);
-      _tile_loadd(2, others, apart);
-      _tile_loadd(3, others + 16, apart);
+    }
+  }
+  static void load_second(bool first, const float* sums, int64_t apart) {
+    if (first) {
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(2, sums, apart);
+      _tile_loadd(3, sums + 16, apart);
     }
   }
 
-  static void store(float* sums, float* others, int64_t apart) {
+  static void store_first(float* sums, int64_t apart) {
     _tile_stored(0, sums, apart);
     _tile_stored(1, sums + 16, apart);
-    _tile_stored(2, others, apart);
-    _tile_stored(3, others + 16, apart);
+  }
+  static void store_second(float* sums, int64_t apart) {
+    _tile_stored(2, sums, apart);
+    _tile_stored(3, sums + 16, apart);
   }
 
   template <class Meanwhile>
   static void side_by_side(const char* weights, const char* x, int64_t stride, int64_t words, int64_t spans, bool first,
                            float* sums, const Meanwhile& meanwhile) {
-    load(first, sums, sums + 32, kRow);
+    load_first(first, sums, kRow);
+    load_second(first, sums + 32, kRow);
     for (int64_t span = 0; span < spans; ++span, weights += words * kRow, x += words * 4) {
       _tile_loadd(4, x, stride);
       _tile_loadd(5, weights, kRow);
@@ -142,28 +148,37 @@ class Tiles {
       asm volatile("" ::: "memory");  // it may write to what tiles have been loaded from
       meanwhile(span);
     }
-    store(sums, sums + 32, kRow);
+    store_first(sums, kRow);
+    store_second(sums + 32, kRow);
   }
 
-  // 32 rows, `stride` bytes apart and those of a span `step` bytes behind those of the one before, times 32 columns.
+  // 17 to 32 rows, `stride` bytes apart and those of a span `step` bytes behind those of the one before, times 32 columns; of
+  // each group of spans by itself. Half of the sums is stored while the other half is multiplied: a store waits for its products.
   template <class Meanwhile>
-  static void two_by_two(const char* weights, int64_t row, const char* x, int64_t stride, int64_t step, int64_t words,
-                         int64_t spans, bool first, float* sums, int64_t apart, const Meanwhile& meanwhile) {
-    float* const lower = sums + 16 * (apart / int64_t{sizeof(float)});
-    load(first, sums, lower, apart);
-    for (int64_t span = 0; span < spans; ++span, weights += words * row, x += step) {
-      _tile_loadd(4, x, stride);
-      _tile_loadd(6, weights, row);
-      _tile_loadd(7, weights + 64, row);
-      _tile_loadd(5, x + 16 * stride, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-      asm volatile("" ::: "memory");  // it may write to what tiles have been loaded from
-      meanwhile(span);
+  void two_by_two(const char* weights, int64_t row, const char* x, int64_t stride, int64_t step, int64_t words, int64_t spans,
+                  int64_t groups, bool first, float* sums, int64_t apart, const Meanwhile& meanwhile) const {
+    const int64_t below = 16 * (apart / int64_t{sizeof(float)}), size = rows_ * (apart / int64_t{sizeof(float)});
+    for (int64_t group = 0; group < groups; ++group, sums += size) {
+      load_first(first, sums, apart);
+      for (int64_t span = 0; span < spans; ++span, weights += words * row, x += step) {
+        _tile_loadd(4, x, stride);
+        _tile_loadd(6, weights, row);
+        _tile_loadd(7, weights + 64, row);
+        _tile_loadd(5, x + 16 * stride, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!span) {
+          if (group) store_second(sums - size + below, apart);
+          load_second(first, sums + below, apart);
+        }
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+        if (span + 1 == spans) store_first(sums, apart);
+        asm volatile("" ::: "memory");  // it may write to what tiles have been loaded from
+        meanwhile(group * spans + span);
+      }
     }
-    store(sums, lower, apart);
+    store_second(sums - size + below, apart);
   }
 
   int64_t rows_ = 0, words_ = 0;
