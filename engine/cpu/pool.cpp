@@ -18,6 +18,11 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
 }  // namespace
 
 Pool::Pool(int threads, Parallel parallel) : threads_(threads < 1 ? 1 : threads), parallel_(parallel) {
+  if (parallel) {  // it may give fewer threads than it is asked for, and who is not there is never met
+    std::atomic<int> given{0};
+    parallel([](void* at) { ++*static_cast<std::atomic<int>*>(at); }, &given, threads_, 0);
+    threads_ = given;
+  }
   for (int thread = 1; !parallel && thread < threads_; ++thread) others_.emplace_back([this, thread] { serve(thread); });
 }
 

@@ -19,7 +19,7 @@ using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 class Pool {
  public:
   // The caller of `run` is one of the `threads`; with one, no thread is started and none waits. With `parallel`, they are
-  // OpenMP's: two sets of threads on the same cores would wait for each other.
+  // OpenMP's, as many as it gives: two sets of threads on the same cores would wait for each other.
   Pool(int threads, Parallel parallel);
   ~Pool();
   Pool(const Pool&) = delete;
@@ -43,7 +43,7 @@ class Pool {
   static void advance(Turn& turn);
   static void wait(Turn& turn, uint32_t seen);
 
-  const int threads_;
+  int threads_;
   const Parallel parallel_;
   Turn start_;
   Turn meeting_;

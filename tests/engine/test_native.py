@@ -1,6 +1,9 @@
 """The native kernels beside the torch path."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -377,6 +380,15 @@ def test_a_product_by_itself_has_the_bits_of_each_row(outputs: int, inputs: int,
         for first, count in ((0, 900), (5, 1), (9, 31), (100, 70), (200, 650)):
             assert torch.equal(product(x[first : first + count], bias), whole[first : first + count])
     assert torch.equal(products[1](x[:40].t().contiguous().t()), products[0](x[:40]))
+
+
+@native
+def test_openmp_may_give_fewer_threads_than_it_is_asked_for():
+    code = """import torch; from engine.cpu import build; from engine.cpu.forward import Memory, Product
+from engine.cpu.packed_linear import PackedLinear; from engine.cpu.thread_pool import ThreadPool
+linear, pool = PackedLinear(torch.ones(640, 768)), ThreadPool(build.library(), 3, openmp=True)
+assert Product(build.library(), pool, Memory(), linear)(torch.ones(2, 768)).eq(768).all()"""
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "OMP_THREAD_LIMIT": "1"}, check=True, timeout=60)
 
 
 def test_float16_is_left_to_torch(checkpoint: Callable[[str], Path]):

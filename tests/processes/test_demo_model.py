@@ -88,7 +88,7 @@ def test_the_example_of_speculation_runs(client: Client) -> None:
 
 def test_the_example_of_shared_prefixes_runs(client: Client, tmp_path: Path) -> None:
     file = tmp_path / "notes"
-    file.write_text("Here are notes that nobody has told before. " * 12)
+    file.write_text("Here are notes that were never told before. " * 12)
     printed = run("shared_prefixes", client.address, client.operator, str(file))
     first, second = (int(count) for count in re.findall(r"(\d+) of them cached", printed))
     assert (first, second > 100) == (0, True)
