@@ -82,6 +82,11 @@ def bring_up(order: Load) -> tuple[Any, Any, int, Sequence[int]]:
         use_the_cpu()
     if order.companion and config.model_config.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
         take_products()
+    if order.device == "cpu" and config.model_config.dtype == torch.float32:
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_products
+
+        # Those for AMX in int8 take inputs of 16 bits alone, and vLLM looks at the weights only.
+        scaled_products.check_cpu_sgl_kernel = lambda *_: False
     if order.ranks > 1 and config.use_v2_model_runner:
         config.scheduler_config.async_scheduling = True  # each rank answers a step on a thread beside the next one
     executor = Executor.get_class(config)(config)
