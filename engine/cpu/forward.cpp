@@ -50,7 +50,9 @@ constexpr int kMostThreads = 256;
 constexpr int64_t kTilesFrom = 5;     // rows that are multiplied in tiles of AMX
 constexpr int64_t kCodeTilesFrom = 8;   // likewise with codes
 constexpr int64_t kTilesAhead = 16384;  // bytes of weights that are asked for before they are read
-constexpr int64_t kCodesAhead = 16384;  // bytes of codes that are asked for before they are read
+constexpr int64_t kCodesAhead = 16384;  // bytes of codes that are asked for before they are read, by many rows
+constexpr int64_t kFewAhead = 4096;     // likewise by few rows
+constexpr int64_t kFewSoon = 1024;      // bytes before which few rows ask for them a second time, into the first level
 constexpr int64_t kLeastGroup = 16;  // inputs
 constexpr int64_t kBlockInputs = 128;  // of codes that are made factors at a time, for many rows; groups are no larger
 constexpr int64_t kPartGroups = 4;     // whose scales and minimums registers hold, for two vectors of outputs
@@ -303,8 +305,10 @@ struct Codes {
   void ask(int64_t step, int column) const {
     constexpr int64_t kBytes = kWord<T> * Bits::kPairBytes / 2, kLine = kBytes < 64 ? kBytes : 64;
     for (int line = 0; line < Columns; ++line)
-      if ((column + line) * kLine < kBytes)
-        _mm_prefetch(ahead + step * kBytes + (column + line) * kLine, _MM_HINT_T1);
+      if (const int64_t place = step * kBytes + (column + line) * kLine; (column + line) * kLine < kBytes) {
+        _mm_prefetch(ahead + place, _MM_HINT_T1);
+        _mm_prefetch(at + kFewSoon + place, _MM_HINT_T0);
+      }
   }
 };
 template <class T>
@@ -476,9 +480,10 @@ void code_tile(const Weight& weight, const char* tile, const Rows<T>& x, const T
   for (int64_t begin = 0; begin < inputs; begin += kBlockInputs) {
     const int64_t count = least(begin + kBlockInputs, inputs) - begin;
     const auto at = [&](int64_t i) { return tile + (begin + i) / group * bytes; };
+    const int64_t distance = few ? kFewAhead : kCodesAhead;
     const auto codes = [&](int64_t i) {
-      const int64_t later = (begin + i) / group * bytes + kCodesAhead - inputs / group * bytes;
-      return Codes<T, Bits>{at(i) + scale_bytes(weight), later < 0 ? at(i) + kCodesAhead : next + later};
+      const int64_t later = (begin + i) / group * bytes + distance - inputs / group * bytes;
+      return Codes<T, Bits>{at(i) + scale_bytes(weight), later < 0 ? at(i) + distance : next + later};
     };
     const auto made = [&](int64_t i) { return block + i / kWord<T> * (kTile / kLanes); };
     for (int64_t i = 0; !few && i < count; i += group) {
