@@ -1,7 +1,6 @@
 """Pages that are read out of another store's arena by NIXL, here by UCX on the memory of one machine."""
 
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -15,7 +14,7 @@ from baton.peer_protocol import FetchHeartbeat, FetchStatus, FetchUnavailable, N
 from kvstore.checksum import page_checksum
 from kvstore.transport import interface
 from kvstore.transport.nixl_transport import NixlTransport, _Agent
-from tests.kvstore.test_zmq_transport import PAGE, SLOTS, Store, stores_of
+from tests.kvstore.test_zmq_transport import PAGE, SLOTS, Store, process_that_asks, stores_of
 
 try:
     import nixl._api  # noqa: F401
@@ -101,25 +100,11 @@ def test_pages_that_do_not_match_their_checksum_are_expected_again(stores: Calla
 @needs_nixl
 def test_slots_are_given_back_when_the_reader_is_gone(stores: Callable[..., Store]) -> None:
     b = stores("b", silence_s=1.0)
-    program = (
-        "import sys; from tests.kvstore.test_zmq_transport import Store;"
-        "from kvstore.transport.interface import AskPeer;"
-        "from baton.messages import PageSource; from baton.peer_protocol import FetchHeartbeat;"
-        "from baton.wire import use_keys; from tests.support.cluster_keys import KEYS; use_keys(KEYS);"
-        "from kvstore.transport.nixl_transport import NixlTransport; a = Store('a', kind=NixlTransport);"
-        "a.expect(1, {i: i for i in range(64)});"
-        "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchHeartbeat(1))); a.until(lambda: False)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", program, b.transport.endpoint], stderr=subprocess.DEVNULL)
-    try:
-        b.heard(interface.PeerRequested("a", FetchHeartbeat(1)))
+    with process_that_asks(b) as child:
         child.send_signal(signal.SIGSTOP)
         for number in range(4):
             b.serve(number, "a", 1, {index: index for index in range(SLOTS)})
         b.until(lambda: {interface.PagesSent(number) for number in range(4)} <= set(b.events))
-    finally:
-        child.kill()
-        child.wait()
 
 
 @needs_nixl

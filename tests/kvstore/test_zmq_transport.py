@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import pytest
@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from baton import peer_protocol as peers
 from baton.messages import Envelope, PageSource, Peer
+from baton.wire import use_keys
 from kvstore.checksum import page_checksum
 from kvstore.transport import interface as tr
 from kvstore.transport.zmq_transport import ZmqTransport
@@ -113,6 +114,34 @@ class Store:
         """The indices that have landed, in order."""
         events = [event for event in self.events if isinstance(event, tr.PagesLanded) and event.fetch == fetch]
         return [index for event in events for index, _ in event.pages]
+
+
+@contextmanager
+def process_that_asks(b: Store) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose store "a" expects pages, and whose request `b` has heard. Its start may take longer than a test
+    waits for words: NIXL imports torch, which took 67 s beside other tests."""
+    kind = type(b.transport)
+    program = (
+        f"from {kind.__module__} import {kind.__name__} as kind; from tests.kvstore.test_zmq_transport import ask;"
+        f"ask(kind, {b.transport.endpoint!r}, {b.page})"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            b.heard(tr.PeerRequested("a", peers.FetchHeartbeat(1)))
+            yield process
+        finally:
+            process.kill()
+
+
+def ask(kind: type[ZmqTransport], endpoint: str, page: int) -> None:
+    """What the process above does until it is killed."""
+    use_keys(cluster_keys.KEYS)
+    a = Store("a", page=page, kind=kind)
+    a.expect(1, {index: index for index in range(SLOTS)})
+    os.write(1, b"ready\n")
+    a.do(tr.AskPeer(PageSource("b", endpoint, 0), peers.FetchHeartbeat(1)))
+    a.until(lambda: False)
 
 
 def _page(seed: int, size: int) -> bytes:
@@ -399,19 +428,8 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
     stores: Callable[..., Store], page: int
 ) -> None:
     b = stores("b", silence_s=1.0, page=page)
-    program = (
-        "import sys; from tests.kvstore.test_zmq_transport import Store;"
-        "from kvstore.transport.interface import AskPeer;"
-        "from baton.messages import PageSource; from baton.peer_protocol import FetchPages;"
-        "from baton.wire import use_keys; from tests.support.cluster_keys import KEYS; use_keys(KEYS);"
-        "a = Store('a', page=int(sys.argv[2]));"
-        "a.do(AskPeer(PageSource('b', sys.argv[1], 0), FetchPages(1, a.page, b'', True, 64))); a.until(lambda: False)"
-    )
-    command = [sys.executable, "-c", program, b.transport.endpoint, str(page)]
-    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     slots = {index: index for index in range(min(SLOTS, 2**26 // page))}
-    try:
-        b.heard(tr.PeerRequested("a", peers.FetchPages(1, page, b"", True, 64)))
+    with process_that_asks(b) as child:
         child.send_signal(signal.SIGSTOP)
         for number in range(20):
             b.serve(number, "a", 1, slots)
@@ -419,9 +437,6 @@ def test_a_peer_that_stops_in_the_middle_is_cut_off_and_its_pages_given_back(
         child.send_signal(signal.SIGCONT)
         b.serve(99, "a", 1, {0: 0})
         b.heard(tr.PagesSent(99))
-    finally:
-        child.kill()
-        child.wait()
 
 
 def test_closing_waits_for_no_hung_peer() -> None:
