@@ -65,7 +65,7 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def read(path: Path) -> tuple[ApiKey, ...] | None:
+def read_keys(path: Path) -> tuple[ApiKey, ...] | None:
     """Return the keys of a file; None: there is no file. Raises KeysUnusable if it is broken or others can read it."""
     try:
         with path.open("rb") as file:
@@ -83,7 +83,7 @@ def read(path: Path) -> tuple[ApiKey, ...] | None:
         raise KeysUnusable(f"{path} holds no API keys ({error}); `baton keys add` writes that file") from None
 
 
-def add(path: Path, key: Identity, created: str) -> str:
+def add_key(path: Path, key: Identity, created: str) -> str:
     """Add a key with that name, tenant and limits to the file, and return it: it is not shown again.
 
     Raises InvalidRequest for a name that is taken or is none, and KeysUnusable."""
@@ -118,7 +118,7 @@ def _changed(path: Path) -> Iterator[dict[str, ApiKey]]:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with path.with_name(f".{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            keys = {key.name: key for key in read(path) or ()}
+            keys = {key.name: key for key in read_keys(path) or ()}
             yield keys
             with private_folder.replacing(path) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(_KeysFile(tuple(keys.values())))) + b"\n")
@@ -150,7 +150,7 @@ class KeyRing:
         self._identities: dict[str, Identity] = {}
         if path is not None:
             seen = file_mark(path)
-            self._take(read(path))
+            self._take(read_keys(path))
             self._seen = seen
 
     def find(self, credential: str) -> Identity | None:
@@ -168,7 +168,7 @@ class KeyRing:
         if self._path is None or (seen := file_mark(self._path)) == self._seen:
             return
         try:
-            self._take(read(self._path))
+            self._take(read_keys(self._path))
         except KeysUnusable as error:
             log.warning("the API keys stay as they were: %s", error)
         self._seen = seen

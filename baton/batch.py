@@ -125,7 +125,7 @@ class Results:
             self.close()
             raise
 
-    def add(self, result: Result) -> None:
+    def add_result(self, result: Result) -> None:
         line = msgspec.json.encode(result) + b"\n"
         with self._lock:
             file = self._output if result.completed else self._errors
@@ -177,7 +177,7 @@ async def run(
             async with turn:
                 if (item := await asyncio.to_thread(next, lines, None)) is None:
                     return
-            await asyncio.to_thread(results.add, await _result(*item, send, deadline))
+            await asyncio.to_thread(results.add_result, await _result(*item, send, deadline))
 
     try:
         async with asyncio.TaskGroup() as group:

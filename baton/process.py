@@ -60,7 +60,7 @@ def cluster_keys(settings: Config, host: str = LOOPBACK, routers: Sequence[str] 
     """Return the cluster's keys for a process on `host` behind those routers. A cluster on one machine needs no
     cluster.key_file: its first process makes the default file. Raises KeysUnusable."""
     if settings.cluster.key_file:
-        return ClusterKeys.read(settings.cluster.key_path)
+        return ClusterKeys.read_file(settings.cluster.key_path)
     inner = host if is_wildcard(settings.router.host) else settings.router.host
     for address in (host, inner, *map(host_of, routers)):
         if not is_loopback(address):

@@ -87,7 +87,7 @@ class Recording:
     def complete(self) -> bool:
         return self.counted >= self._steps or len(self._spans) >= self._most
 
-    def add(self, name: str, category: str, start: int, end: int, args: dict[str, Argument]) -> None:
+    def add_span(self, name: str, category: str, start: int, end: int, args: dict[str, Argument]) -> None:
         """A span that has ended. Beyond the limit it is dropped."""
         if len(self._spans) < self._most:
             self._spans.append((name, category, start, end - start, args))
@@ -128,7 +128,7 @@ class _Span:
         self._start = time.monotonic_ns()
 
     def __exit__(self, *_: object) -> None:
-        self._recording.add(self._name, self._category, self._start, time.monotonic_ns(), self._args)
+        self._recording.add_span(self._name, self._category, self._start, time.monotonic_ns(), self._args)
 
 
 class _Turn:

@@ -41,7 +41,7 @@ class DemoCluster:
             self._up = _baton("up", "--name", NAME, *arguments)
         if status := self._up.wait():
             raise OutputClosed if status == _PIPE_CLOSED else StartupError(f"baton up has failed with status {status}")
-        if (state := state_file.read(self._folder)) is None:
+        if (state := state_file.read_state(self._folder)) is None:
             raise StartupError("`baton up` has left no state file")
         return state
 
@@ -50,7 +50,7 @@ class DemoCluster:
         if self._up is None or (status := self._up.poll() or 0) > 0:
             return []  # a start that has failed took down its own processes
         try:
-            state = state_file.read(self._folder)
+            state = state_file.read_state(self._folder)
         except StartupError as error:
             return [str(error)]
         known = _processes(self._folder, state)

@@ -213,7 +213,7 @@ class LocalCluster:
     @property
     def operator_key(self) -> str:
         """The API key of the cluster's own processes, for an operator port on loopback."""
-        return ClusterKeys.read(self.config.cluster.key_path).operator_key
+        return ClusterKeys.read_file(self.config.cluster.key_path).operator_key
 
     @property
     def addresses(self) -> ServiceAddresses | None:

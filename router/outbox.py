@@ -32,7 +32,7 @@ class Outbox:
         """A line for the log. `kind`: a peer or client can cause it, so lines of this kind are rate-limited."""
         self._commands.append(Log(text, request, warning, kind, detail))
 
-    def take(self) -> list[RouterCommand]:
+    def take_commands(self) -> list[RouterCommand]:
         """Everything since the last call."""
         commands, self._commands = self._commands, []
         return commands

@@ -65,7 +65,7 @@ class RoleChanges:
         self._out = outbox
         self._changes: dict[str, _Change] = {}  # by incarnation
 
-    def ask(self, order: SetRole, member: MemberRecord, now: float) -> None:
+    def ask_role(self, order: SetRole, member: MemberRecord, now: float) -> None:
         """Begin with a change, or change its time limit. Raises InvalidRequest where the worker has that role, can't
         have it, or is the last decode worker that takes work."""
         name, role = member.peer.name, member.peer.role
@@ -142,7 +142,7 @@ class RoleChanges:
         )
         if able:
             member = min(able, key=lambda member: (member.pages, member.peer.name))
-            self.ask(SetRole(member.peer.name, self.advice.role, PATIENCE), member, now)
+            self.ask_role(SetRole(member.peer.name, self.advice.role, PATIENCE), member, now)
 
     def _is_last(self, member: MemberRecord) -> bool:
         """Whether no other decode worker takes work."""

@@ -134,9 +134,9 @@ class RouterState:
             case events.SetRole():
                 if self._weight_change.under_way:
                     raise InvalidRequest("all workers load new weights; ask again once they serve")
-                self._role_changes.ask(event, self._worker(event.worker), now)
+                self._role_changes.ask_role(event, self._worker(event.worker), now)
             case events.ReloadWeights():
-                self._weight_change.ask(event, now)
+                self._weight_change.ask_reload(event, now)
                 self._role_changes.call_off()
             case events.ClientGone(request=name, why=why):
                 self._pinner.abandon(name, why)
@@ -156,7 +156,7 @@ class RouterState:
         self._weight_change.settle(now)
         self._manager.place_waiting(now)
         self._pinner.start_waiting(now)
-        return self._out.take()
+        return self._out.take_commands()
 
     # --- messages ----------------------------------------------------------------------------------------------------
 

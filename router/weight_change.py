@@ -44,7 +44,7 @@ class WeightChange:
     def under_way(self) -> bool:
         return self._order is not None
 
-    def ask(self, order: ReloadWeights, now: float) -> None:
+    def ask_reload(self, order: ReloadWeights, now: float) -> None:
         """Begin with a change, or change the time limit and the path of one for which workers still drain. Raises
         InvalidRequest where none can be made."""
         if adapters := self._members.adapters:

@@ -33,7 +33,7 @@ class PageMemory:
         self._page_size = page_size
         self._slots: dict[int, list[int]] = {}
 
-    def read(self, slot: int, checksum: int = 0) -> list[int]:
+    def read_slot(self, slot: int, checksum: int = 0) -> list[int]:
         return list(self._slots.get(slot, [0] * self._page_size))
 
     def write(self, slot: int, contents: list[int]) -> None:
@@ -63,7 +63,7 @@ class CheckingDevice:
         if own is not None:  # its pages are no other sequence's
             same = own.anew()  # as long as the output lasts
             expected[own.exact :] = [hash((value, same)) for value in expected[own.exact :]]
-        for position in self.read(chunk):
+        for position in self.read_positions(chunk):
             actual = self.pages[chunk.pages[position // size]][position % size]
             assert actual == expected[position], f"a wrong page was read at position {position}"
         assert list(chunk.tokens) == list(known[chunk.start : chunk.end])
@@ -95,7 +95,7 @@ class CheckingDevice:
         """What that group keeps where others keep `digest`."""
         return ~digest - group
 
-    def read(self, chunk: Chunk) -> Iterator[int]:
+    def read_positions(self, chunk: Chunk) -> Iterator[int]:
         """Yield the positions before a chunk that it looks at."""
         if (own := chunk.kv_window) is None:
             yield from range(self.first_read(chunk), chunk.start)
@@ -120,7 +120,7 @@ class CheckingDevice:
         """Copy pages from or to the store's arena."""
         for copy in copies:
             if isinstance(copy, CopyIn):
-                self.pages[copy.page] = arena.read(copy.slot, 0)
+                self.pages[copy.page] = arena.read_slot(copy.slot, 0)
             else:
                 arena.write(copy.slot, self.pages[copy.page])
 

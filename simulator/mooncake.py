@@ -34,7 +34,7 @@ class TraceLine(Struct, frozen=True):
     after_ms: Annotated[float, Meta(ge=0)] | None = None
 
 
-def read(path: Path, count: int | None = None) -> list[TraceLine]:
+def read_trace(path: Path, count: int | None = None) -> list[TraceLine]:
     """Return the first `count` requests, ordered by time. Raises ConfigError, also for a trace without requests."""
     if count is not None and count < 1:
         raise ConfigError(f"{count} requests of {path} are asked for; ask for at least one")

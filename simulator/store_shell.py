@@ -48,12 +48,12 @@ class StoreShell:
         try:
             while self._arrived:
                 while self._arrived:
-                    self.take(self._arrived.popleft())
+                    self.take_event(self._arrived.popleft())
                 self.transport.flush()
         finally:
             self.handling = False
 
-    def take(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
+    def take_event(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
         """Handle just this event. Return the commands, which are carried out."""
         commands = self.decide(event)
         for command in commands:

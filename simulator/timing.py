@@ -222,7 +222,7 @@ class Noise:
         return self._drawn.pop() * self.slowness
 
 
-def read(name: str) -> ModelTiming:
+def read_timing(name: str) -> ModelTiming:
     """Read a timing model, given a file's path or a name in `models/`. Raises ConfigError."""
     path = Path(name) if name.endswith(".yaml") else MODELS / f"{name}.yaml"
     try:

@@ -21,7 +21,7 @@ from kvstore.transport import interface
 class SlotMemory(Protocol):
     """An arena. Contents are whatever its owner takes for the bytes of a page."""
 
-    def read(self, slot: int, checksum: int) -> Any:
+    def read_slot(self, slot: int, checksum: int) -> Any:
         """Return the contents of a slot that was promised to a thread. They should have this checksum."""
         ...
 
@@ -33,7 +33,7 @@ class SlotMemory(Protocol):
 class NoMemory:
     """The simulator's arena, which has no bytes."""
 
-    def read(self, slot: int, checksum: int) -> Any:
+    def read_slot(self, slot: int, checksum: int) -> Any:
         return None
 
     def write(self, slot: int, contents: Any) -> None:
@@ -56,7 +56,7 @@ class Parcel:
         """Read the pages from the sender's arena, which it needs no longer then."""
         slots = [slot for order in self.orders for slot in order.slots]
         pages = [page for order in self.orders for page in order.pages]
-        read = self.sender.memory.read
+        read = self.sender.memory.read_slot
         self.contents = [read(slot, page.checksum) for slot, page in zip(slots, pages, strict=True)]
         self.release()
 
@@ -97,7 +97,7 @@ class SimulatedTransport:
                 self.sending[number] = slots
                 self._ordered.setdefault((peer, fetch), []).append(order)
             case interface.VerifySlot(number=number, slot=slot, checksum=checksum):
-                contents = self.memory.read(slot, checksum)
+                contents = self.memory.read_slot(slot, checksum)
                 self._tell(interface.SlotVerified(number, self.memory.matches(contents, checksum)))
 
     def flush(self) -> None:

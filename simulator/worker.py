@@ -249,7 +249,7 @@ class SimulatedWorker(WorkerShell):
         if self._device is not None:
             if ring is not None and store is not None:
                 for page, slot in ring.takes:
-                    self._device.pages[chunk.pages[page]] = store.arena.read(slot, 0)
+                    self._device.pages[chunk.pages[page]] = store.arena.read_slot(slot, 0)
             for tokens, each in zip(known, plan.values(), strict=True):
                 self._device.compute(tokens, each)
             if ring is not None and store is not None:

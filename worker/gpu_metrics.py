@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class GpuMetrics:
-    """Reads the GPUs of all ranks. Any thread may call `read`."""
+    """Reads the GPUs of all ranks. Any thread may call `read_samples`."""
 
     def __init__(self, nvml: Any, handles: Mapping[str, Any]) -> None:
         """`nvml` is the module `pynvml`, initialized. `handles` are the GPUs in it, by their UUIDs."""
@@ -38,7 +38,7 @@ class GpuMetrics:
             log.warning("no metrics of %s: %s", ", ".join(gpus), error)
             return None
 
-    def read(self) -> Mapping[str, Sample]:
+    def read_samples(self) -> Mapping[str, Sample]:
         """The metrics by name. What the library can't tell at the moment is left out."""
         used: dict[tuple[str, ...], float] = {}
         total: dict[tuple[str, ...], float] = {}

@@ -170,7 +170,7 @@ class WorkerLoop:
         self._stepped = False  # in this turn
         self.metrics.read_at_scrape(self._step_age)
         if (gpus := GpuMetrics.of(gpu_uuids(runner.device, config.ranks_of(role)))) is not None:
-            self.metrics.read_at_scrape(gpus.read)
+            self.metrics.read_at_scrape(gpus.read_samples)
         self._next_beat = 0.0
         self.pages_in = self.pages_out = self.corrupt = self.ahead = 0
         self._traces = config.cluster.traces

@@ -127,14 +127,14 @@ def convert(source: Path, out: Path, sampling: Mapping[str, Any]) -> None:
 
     Raises UnsupportedModel for another architecture, tokenizer or tensor than those known here, CorruptWeights.
     """
-    reader, fields = read(source)
+    reader, fields = read_gguf(source)
     _write_all(fields, _config(reader, fields), sampling, out)
     _save(dict(_weights(reader, fields)), out / "model.safetensors")
 
 
 def link(source: Path, out: Path) -> None:
     """Write what describes `source` into the new directory `out`, and a link to the file. Raises as `convert`."""
-    reader, fields = read(source)
+    reader, fields = read_gguf(source)
     config = _config(reader, fields)
     types = {hf_name(one.source, fields.architecture): one.kind for one in tensors(reader, fields) if one.in_codes}
     codes = {name.removesuffix(".weight"): kind for name, kind in types.items()}
@@ -179,7 +179,7 @@ def has_one_added(name: str, fields: Mapping[str, Any]) -> bool:
     return fields["general.architecture"] == "gemma3" and name.endswith("norm.weight")
 
 
-def read(source: Path) -> tuple[Any, Fields]:
+def read_gguf(source: Path) -> tuple[Any, Fields]:
     """Return gguf's reader of a file, and the file's fields. Raises CorruptWeights."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
 

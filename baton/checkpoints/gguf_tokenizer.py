@@ -41,13 +41,13 @@ def write(fields: Fields, out: Path) -> None:
         "model_max_length": fields.number("context_length"),
         "clean_up_tokenization_spaces": False,
     }
-    read(fields).save(str(out / "tokenizer.json"))
+    read_tokenizer(fields).save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     if template := fields.get("tokenizer.chat_template"):
         (out / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def read(fields: Fields) -> Tokenizer:
+def read_tokenizer(fields: Fields) -> Tokenizer:
     """Return the tokenizer. Raises UnsupportedModel for a kind that is not known, CorruptWeights."""
     kind, rule = fields["tokenizer.ggml.model"], fields.get("tokenizer.ggml.pre")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]

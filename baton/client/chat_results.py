@@ -92,7 +92,7 @@ class ChatCollector:
         self._usage = TokenUsage()
         self._metrics: Mapping[str, Any] = {}
 
-    def take(self, chunk: Mapping[str, Any]) -> list[ChatDelta]:
+    def add_chunk(self, chunk: Mapping[str, Any]) -> list[ChatDelta]:
         """Add a chunk; return what is new in it. Raises BatonError if it is an error."""
         if (error := chunk.get("error")) is not None:
             raise http_error(int(error.get("code") or 500), str(error.get("message")))

@@ -119,7 +119,7 @@ class OutputCollector:
         """The samples that have ended, in their order."""
         return tuple(self._finished[index] for index in sorted(self._finished))
 
-    def take(self, message: generation_pb2.GenerateResponse) -> OutputDelta | None:
+    def add_message(self, message: generation_pb2.GenerateResponse) -> OutputDelta | None:
         """Add a message; return its delta, or None if it ends a sample."""
         if message.HasField("finished"):
             self._finish(message.finished)

@@ -88,7 +88,7 @@ class AsyncGenerationStream(AsyncStream[OutputDelta, Generated]):
                 raise RequestCancelled("the client has cancelled the request") from None
             if message is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
                 return None
-            if (delta := self._collector.take(message)) is not None:
+            if (delta := self._collector.add_message(message)) is not None:
                 return delta
 
     def cancel(self) -> None:
@@ -125,7 +125,7 @@ class AsyncChatStream(AsyncStream[ChatDelta, ChatAnswer]):
                 if not (data := await self._response.content.readany()):
                     raise Unavailable("the stream ended without saying why; the router may have been killed")
                 for event in self._events.feed(data):
-                    self._deltas.extend(self._collector.take(event))
+                    self._deltas.extend(self._collector.add_chunk(event))
             return self._deltas.popleft()
         except TimeoutError:
             raise expired(self._url) from None

@@ -60,7 +60,7 @@ class ClusterKeys:
         return z85.decode(self.public)
 
     @classmethod
-    def read(cls, path: Path) -> ClusterKeys:
+    def read_file(cls, path: Path) -> ClusterKeys:
         """Raises KeysUnusable when the file is missing, not for its owner alone, or no key."""
         try:
             with path.open() as file:
@@ -105,7 +105,7 @@ class ClusterKeys:
                 ) from None
             finally:
                 fresh.unlink(missing_ok=True)
-        return cls.read(path)
+        return cls.read_file(path)
 
     def write(self, path: Path) -> None:
         """Write a new file that only we can read. Raises KeysUnusable when there is one, or none can be made."""

@@ -71,7 +71,7 @@ class Sending:
     def __init__(self) -> None:
         self._views: deque[weakref.ref[memoryview]] = deque()
 
-    def add(self, view: memoryview) -> None:
+    def add_view(self, view: memoryview) -> None:
         self._views.append(weakref.ref(view))
 
     @property
@@ -125,7 +125,7 @@ class PageServer:
             return False
         last = len(reply.pages) - 1
         for place, page in enumerate(pages):
-            sending.add(page)
+            sending.add_view(page)
             self.socket.send(page, 0 if place == last else zmq.SNDMORE, copy=False)
         return True
 
@@ -223,7 +223,7 @@ class PageSockets:
         self._poller = zmq.Poller()
         self._poller.register(self.server.socket, zmq.POLLIN)
 
-    def add(self, fd: int) -> None:
+    def add_fd(self, fd: int) -> None:
         """Wait for this descriptor, too."""
         self._poller.register(fd, zmq.POLLIN)
 

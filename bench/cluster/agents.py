@@ -220,7 +220,7 @@ def _emit(case: str, turns: Sequence[Turn]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     try:
-        lines = [line for path in arguments.traces for line in mooncake.read(path)]
+        lines = [line for path in arguments.traces for line in mooncake.read_trace(path)]
         model = models.directory(arguments.model)
         context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
         settings = dict(map(parse_override, arguments.settings)) | {"model.served_model_name": "agents"}

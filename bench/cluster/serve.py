@@ -93,7 +93,7 @@ def measure(address: str, operator: str, arguments: argparse.Namespace, runner: 
 def plan(arguments: argparse.Namespace, vocab: int, seed: int) -> list[Planned]:
     """The requests of one run. Raises ConfigError."""
     if arguments.trace is not None:
-        lines = mooncake.read(arguments.trace, arguments.requests)
+        lines = mooncake.read_trace(arguments.trace, arguments.requests)
         return list(from_trace(lines, vocab, seed, arguments.time_scale, arguments.length_scale))
     workload = Workload(
         Lengths.parse(arguments.prompt), Lengths.parse(arguments.output), vocab,

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, lines: Sequence[mooncake.TraceLine], poli
     Mapping[str, npt.NDArray[np.float64]]
 ):  # fmt: skip
     """Serve the users, and return the table of their requests."""
-    model = timing.read(arguments.model)
+    model = timing.read_timing(arguments.model)
     settings = {**dict(map(parse_override, arguments.set)), "store.host_cache_bytes": host}
     config = model.configuration(arguments.page_size, settings)
     placer = policies.policy_named(policy, seed, model.costs, model.network)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, lines: Sequence[mooncake.TraceLine], poli
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(argv)
     try:
-        lines = [line for path in arguments.traces for line in mooncake.read(path)]
+        lines = [line for path in arguments.traces for line in mooncake.read_trace(path)]
         for host, policy in itertools.product(arguments.host, arguments.policies):
             runs: dict[tuple[str, str], list[Figure]] = {}
             for seed in range(1, arguments.seeds + 1):

@@ -107,7 +107,7 @@ def main() -> None:
 def simulate(args: argparse.Namespace) -> tuple[dict[str, Any], list[Explanation]]:
     """The report, in which what the run itself took stands apart under `simulator`; and the slowest requests. Raises
     BatonError."""
-    model = timing.read(args.model)
+    model = timing.read_timing(args.model)
     config = model.configuration(args.page_size, dict(map(parse_override, args.set)))
     model, layout = model.in_formats(config.model), Layout.parse(args.cluster, args.per_node)
     placer = policies.policy_named(args.policy, args.seed, model.costs, model.network)
@@ -192,7 +192,7 @@ def table(result: Mapping[str, Any]) -> str:
 def _load(args: argparse.Namespace) -> Iterator[Arrival]:
     wishes = Wishes(args.max_tokens, args.ttft, args.tpot, tuple(args.tenants), tuple(args.priorities))
     if args.trace:
-        return trace(mooncake.read(Path(args.trace), args.requests), args.speed, wishes, args.seed)
+        return trace(mooncake.read_trace(Path(args.trace), args.requests), args.speed, wishes, args.seed)
     load = Random(
         args.poisson * args.speed, Lengths.parse(args.prompt), Lengths.parse(args.output), args.groups, args.prefix,
         Bursts(args.burst_factor, args.burst_share, args.burst_spell),

@@ -190,7 +190,7 @@ class _Tier:
         began = time.perf_counter()
         for start in range(0, len(slots), _READ):
             self._until(lambda start=start: start - len(self._ended) <= (_READS - 1) * _READ)
-            self._carry_out(self._index.read(slots[start : start + _READ]))
+            self._carry_out(self._index.read_pages(slots[start : start + _READ]))
         self._until(lambda: len(self._ended) == len(slots))
         seconds = time.perf_counter() - began
         assert all(isinstance(ended, ReadEnded) and ended.ok for ended in self._ended)

@@ -16,7 +16,7 @@ def down(name: Name = "baton", as_json: Json = False) -> None:
     if not folder.exists():
         raise _no_cluster(name)
     with state_file.locked(folder), Progress(err) as progress:
-        state = state_file.read(folder)
+        state = state_file.read_state(folder)
         if state is None:
             raise _no_cluster(name)
         tear_down(folder, state, progress.say)

@@ -47,7 +47,7 @@ def keys_add(
     """Make an API key and print it once. Only its hash is kept. From the first key on, clients need one."""
     limits = {"max_body_bytes": max_body_bytes, "max_prompt_tokens": max_prompt_tokens, "max_streams": max_streams}
     path = file_of(file, name)
-    secret = add(path, Identity(name=key, tenant=tenant, operator=operator, **limits))
+    secret = add_key(path, Identity(name=key, tenant=tenant, operator=operator, **limits))
     if as_json:
         print_json({"name": key, "tenant": tenant, "operator": operator, "key": secret, "file": str(path)})
     else:
@@ -105,7 +105,7 @@ def file_of(chosen: Path | None, cluster: str) -> Path:
     if chosen is not None:
         return chosen.expanduser().resolve()
     config = configuration.load(overrides={"cluster.name": cluster})
-    state = state_file.read(config.cluster.state_dir)
+    state = state_file.read_state(config.cluster.state_dir)
     if state is not None and state.api_keys_file:
         return Path(state.api_keys_file)
     if (path := config.api_keys_path) is None:
@@ -113,16 +113,16 @@ def file_of(chosen: Path | None, cluster: str) -> Path:
     return path
 
 
-def add(path: Path, identity: Identity) -> str:
+def add_key(path: Path, identity: Identity) -> str:
     """Add a key and return it. Raises InvalidRequest and KeysUnusable."""
-    return api_keys.add(path, identity, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+    return api_keys.add_key(path, identity, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
 
 
 def listed(path: Path) -> list[dict[str, Any]]:
     """Return what is known of each key, without its hash. Raises KeysUnusable."""
     return [
         {name: value for name, value in msgspec.structs.asdict(key).items() if name != "sha256"}
-        for key in api_keys.read(path) or ()
+        for key in api_keys.read_keys(path) or ()
     ]
 
 

@@ -157,7 +157,7 @@ def last(files: Sequence[LogFile], most: int, matching: Filter) -> list[Record]:
 
 def _folder(name: str) -> Path:
     folder = state_folder(name)
-    state = state_file.read(folder)
+    state = state_file.read_state(folder)
     return Path(state.log_dir) if state is not None else folder / "logs"
 
 

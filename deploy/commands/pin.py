@@ -50,7 +50,7 @@ def pin(
     if sum([bool(file), list_, bool(remove)]) != 1:
         raise InvalidRequest("give a FILE with prefixes, or --list, or --remove ID")
     ttl_ms = parse_duration_ms(ttl) if ttl else None
-    lines = read(file, sys.stdin.read() if file == STDIN else "") if file else []
+    lines = read_prefixes(file, sys.stdin.read() if file == STDIN else "") if file else []
     with operator_client(operator, name) as client:
         for each in remove or ():
             client.unpin(each, tenant)
@@ -97,7 +97,7 @@ def parse_duration_ms(text: str) -> int:
     return int(float(match[1]) * _UNITS_MS[match[2].lower()])
 
 
-def read(source: str, stdin: str = "") -> list[tuple[int, str]]:
+def read_prefixes(source: str, stdin: str = "") -> list[tuple[int, str]]:
     """Return the prefixes of a file, or of `stdin` for "-": each as unparsed JSON, with its line number.
 
     Raises InvalidRequest if the file can't be read or holds none.

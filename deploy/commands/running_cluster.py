@@ -14,7 +14,7 @@ from deploy.control_plane.state_file import State
 
 def find(folder: Path) -> State:
     """Return the state of the cluster of that folder. Raises StartupError if there is none."""
-    state = state_file.read(folder)
+    state = state_file.read_state(folder)
     if state is None:
         raise StartupError(f"no cluster named {folder.name!r} is up; start one with `baton up --model DIRECTORY`")
     if not state.routers:

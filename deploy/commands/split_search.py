@@ -114,7 +114,7 @@ def advise(question: Question, say: Callable[[str], object]) -> AdviceResult:
     objectives = question.objectives
     if not (objectives.ttft > 0 and objectives.tpot > 0 and 0 < objectives.attainment <= 1):  # NaN compares false
         raise InvalidRequest("objectives must be more than 0 seconds, and --attainment more than 0 and at most 1")
-    model = timing.read(question.model)
+    model = timing.read_timing(question.model)
     workers, rest = divmod(question.gpus, model.gpus)
     if workers < 1 or rest:
         raise InvalidRequest(
@@ -188,14 +188,14 @@ def _pages(question: Question, config: Config) -> tuple[int, WindowGroups]:
 
 def _sessions(trace: Path | None) -> list[mooncake.TraceLine]:
     """Return the turns of recorded sessions, or nothing if the trace has none."""
-    lines = mooncake.read(trace) if trace is not None else []
+    lines = mooncake.read_trace(trace) if trace is not None else []
     return lines if any(line.after_ms is not None for line in lines) else []
 
 
 def _load(question: Question) -> list[Arrival]:
     wishes = Wishes()
     if question.trace is not None:
-        return list(trace(mooncake.read(question.trace, question.requests), 1.0, wishes, question.seed))
+        return list(trace(mooncake.read_trace(question.trace, question.requests), 1.0, wishes, question.seed))
     if not question.rate > 0:
         raise InvalidRequest(f"--poisson {question.rate:g} is no rate; it must be more than 0 requests a second")
     load = Random(question.rate, Lengths.parse(question.prompt), Lengths.parse(question.output))

@@ -55,7 +55,7 @@ def _look(client: Client, history: History, requests: int) -> RenderableType:
         listed = client.requests(requests) if requests else []
     except BatonError as error:
         return Text(f"{error}\nasking again…", style="red")
-    history.add(time.monotonic(), status.counts)
+    history.add_counts(time.monotonic(), status.counts)
     return render(status, listed, history)
 
 
@@ -67,7 +67,7 @@ class History:
     _at: float = 0.0
     _counts: Counts | None = None
 
-    def add(self, now: float, counts: Counts) -> None:
+    def add_counts(self, now: float, counts: Counts) -> None:
         """Note the counts of a look at `now`, in seconds. A router that was restarted counts from 0 again."""
         if self._counts is not None and now > self._at:
             for name, counter in _RATES:

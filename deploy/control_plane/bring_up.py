@@ -44,7 +44,7 @@ def bring_up(
     folder = config.cluster.state_dir
     with held():
         preflight.check_name_free(folder)
-        if (stale := state_file.read(folder)) is not None:
+        if (stale := state_file.read_state(folder)) is not None:
             say("clearing away what a cluster that died left behind")
             tear_down(folder, stale, lambda _: None)
         named = bool(config.cluster.key_file)
@@ -64,7 +64,7 @@ def bring_up(
             with interruptible():
                 state = _on_ray(config, folder, choice, dashboard, made_keys, say)
                 # The processes get the keys from memory: their nodes need no copy of the file.
-                keys = (ClusterKeys.read if named else ClusterKeys.read_or_make)(Path(config.cluster.key_file))
+                keys = (ClusterKeys.read_file if named else ClusterKeys.read_or_make)(Path(config.cluster.key_file))
                 _start_supervisor(config, folder, keys, patience)
                 say("starting the cluster's processes")
                 overview = _wait_serving(state.name, patience, watch)
@@ -78,7 +78,7 @@ def bring_up(
 
 def _give_up(folder: Path, say: Say) -> None:
     """Take down what was started. The error that led here is raised, and not one of this."""
-    if (written := state_file.read(folder)) is None:
+    if (written := state_file.read_state(folder)) is None:
         return
     say("taking down what was started")
     cluster.disconnect()

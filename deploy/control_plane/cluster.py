@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import RayUnusable, StartupError
-from deploy.control_plane.probe import OWN_PREFIX, RayAnswer, ask
+from deploy.control_plane.probe import OWN_PREFIX, RayAnswer, ask_ray
 from deploy.control_plane.state_file import OwnRay, RayLink
 from deploy.processes import ProcessIdentity, end, session_members
 
@@ -82,7 +82,7 @@ def wait_ready(own: OwnRay, log: Path, patience: float = START_PATIENCE) -> RayL
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline and not own.leader.gone():
         address = address_file.read_text().strip() if address_file.exists() else ""
-        if address and ask(address, token.read_text()) is RayAnswer.WELCOME:
+        if address and ask_ray(address, token.read_text()) is RayAnswer.WELCOME:
             return RayLink(address, "token", str(token), own)
         time.sleep(0.05)
     problem = "has ended" if own.leader.gone() else f"is not ready after {patience:.0f} s"
@@ -112,7 +112,7 @@ def connect(link: RayLink, namespace: str) -> None:
     Raises RayUnusable: within probe.PATIENCE if no Ray answers, and within _DRIVER_PATIENCE more if this machine is not
     one of its nodes.
     """
-    if ask(link.address, _token(link)) is not RayAnswer.WELCOME:
+    if ask_ray(link.address, _token(link)) is not RayAnswer.WELCOME:
         raise RayUnusable(f"Ray at {link.address} has gone, or refuses our token; see `baton doctor`")
     os.environ["RAY_AUTH_MODE"] = link.mode
     if link.token_path:

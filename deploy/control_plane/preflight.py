@@ -166,7 +166,7 @@ def check_keys(config: Config) -> str:
     """Check that the cluster's keys can be used. The default file may be missing: `baton up` makes it."""
     path = config.cluster.key_path
     if config.cluster.key_file or path.exists():
-        ClusterKeys.read(path)
+        ClusterKeys.read_file(path)
         return f"{path}, for its owner alone; every link of the cluster is encrypted with them"
     if is_loopback(config.router.host):
         return f"the cluster's first process makes {path}"
@@ -380,7 +380,7 @@ def check_engine(config: Config) -> None:
 def check_name_free(folder: Path) -> None:
     """Check that no cluster of this name is up. Remains of a dead one are allowed. Raises StartupError."""
 
-    state = state_file.read(folder)
+    state = state_file.read_state(folder)
     # Without an address its `up` never finished. No other `up` is in progress, since we hold the lock.
     if state is not None and state.routers and _alive(folder, state):
         raise StartupError(
@@ -392,7 +392,7 @@ def check_name_free(folder: Path) -> None:
 def _is_up(folder: Path) -> bool:
     """Whether the cluster of that folder runs, according to a readable state file."""
     try:
-        state_file.read(folder)
+        state_file.read_state(folder)
     except BatonError:
         return False
     try:

@@ -61,7 +61,7 @@ def find(environment: Mapping[str, str] = os.environ) -> str | None:
 
 def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
     """Return the link to the Ray at `address`. Raises RayUnusable, with the command that fixes it."""
-    match ask(address, None):
+    match ask_ray(address, None):
         case RayAnswer.WELCOME:
             return RayLink(address, "disabled")
         case RayAnswer.SILENT:
@@ -76,7 +76,7 @@ def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
                     f"Ray at {address} asks for a token and there is none in ~/.ray/auth_token; copy it from the "
                     "head node (`ray get-auth-token` prints it there), or export RAY_AUTH_TOKEN_PATH=FILE"
                 )
-            if ask(address, secret.text) is not RayAnswer.WELCOME:
+            if ask_ray(address, secret.text) is not RayAnswer.WELCOME:
                 raise RayUnusable(
                     f"Ray at {address} refuses the token in {secret.path or 'RAY_AUTH_TOKEN'}; it was started with "
                     "another one: restart it (`ray stop`, `ray start --head`), or copy the token it runs with"
@@ -84,7 +84,7 @@ def link(address: str, environment: Mapping[str, str] = os.environ) -> RayLink:
             return RayLink(address, "token", secret.path)
 
 
-def ask(address: str, token: str | None, patience: float = PATIENCE) -> RayAnswer:
+def ask_ray(address: str, token: str | None, patience: float = PATIENCE) -> RayAnswer:
     """Make one call that changes nothing, and return the kind of answer."""
     metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:

@@ -68,7 +68,7 @@ class State(msgspec.Struct, frozen=True):
     def operator_key(self) -> str | None:
         """The API key for the operator's calls over TCP, made of the cluster's keys; None if they can't be read."""
         try:
-            return ClusterKeys.read(Path(self.key_file)).operator_key if self.key_file else None
+            return ClusterKeys.read_file(Path(self.key_file)).operator_key if self.key_file else None
         except KeysUnusable:
             return None
 
@@ -77,7 +77,7 @@ def path(folder: Path) -> Path:
     return folder / "cluster.json"
 
 
-def read(folder: Path) -> State | None:
+def read_state(folder: Path) -> State | None:
     """Return the state of the cluster of that folder, or None. Raises StartupError for an unreadable file."""
     try:
         return msgspec.json.decode(path(folder).read_bytes(), type=State)

@@ -106,7 +106,7 @@ class _Codes:
         self._codes[at] = (x.round() if self._whole else x).to(self._kind).view(torch.int8)
         self._scales[at] = scale
 
-    def read(self, pages: torch.Tensor) -> torch.Tensor:
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """[...] → [..., page_size, head_dim]"""
         codes = self._codes.unflatten(1, (2, self._page_size))[pages // 2, pages % 2]
         return (
@@ -175,7 +175,7 @@ class TorchStep:
         """K and V of one layer: [2, ..., heads, pages] → [2, ..., heads, pages · page_size, head_dim]."""
         rows = rows + 2 * layer
         codes = self._backend.codes
-        pages = functional.embedding(rows, self._backend.page_rows) if codes is None else codes.read(rows)
+        pages = functional.embedding(rows, self._backend.page_rows) if codes is None else codes.read_pages(rows)
         return pages.view(*rows.shape[:-1], -1, self._backend.layout.head_dim)
 
     def _plan(self, window: int | None, dtype: torch.dtype) -> Iterator[_Singles | _PageRange]:

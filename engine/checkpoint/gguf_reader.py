@@ -34,7 +34,7 @@ class GgufTensors:
     """One file. Raises CorruptWeights if it can't be read, UnsupportedModel for tensors that have no place."""
 
     def __init__(self, path: Path) -> None:
-        reader, self._fields = from_gguf.read(path)
+        reader, self._fields = from_gguf.read_gguf(path)
         self._tensors = {tensor.name: tensor for tensor in from_gguf.tensors(reader, self._fields)}
         embedding = self._tensors.get(_EMBEDDING)
         if embedding is not None and embedding.in_codes:

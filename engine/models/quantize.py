@@ -102,7 +102,7 @@ class _Writing:
     def head(self) -> LayerError:
         shape, stored = (self._spec.vocab_size, self._spec.hidden_size), self._spec.stored.head or WeightSpec()
         place = EMBEDDING.removesuffix(".weight") if self._spec.tied_embeddings else HEAD
-        matrix = formats.read(stored, place, shape, self._take)
+        matrix = formats.read_matrix(stored, place, shape, self._take)
         return _error(None, {HEAD: self._keep(HEAD, matrix, HEAD_BITS)})
 
     def others(self, head: bool) -> None:
@@ -113,7 +113,7 @@ class _Writing:
 
     def _round(self, stored: WeightSpec, name: str, shape: Shape, bits: int) -> float:
         self._done |= formats.format_of(stored, name).stored(name, shape).keys()
-        return self._keep(name, formats.read(stored, name, shape, self._take), bits)
+        return self._keep(name, formats.read_matrix(stored, name, shape, self._take), bits)
 
     def _keep(self, name: str, matrix: torch.Tensor | AffineGroups, bits: int) -> float:
         """Round a matrix, or keep it if its inputs don't make whole groups. Return what was lost of it."""

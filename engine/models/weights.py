@@ -395,14 +395,14 @@ class _Assembly:
         another."""
 
         @lru_cache(maxsize=1)
-        def read(matrix_name: str) -> Weight:
+        def read_weight(matrix_name: str) -> Weight:
             return self._matrix(self._spec.stored, next(one for one in matrices if one.name == matrix_name))
 
         def product(one: str) -> Weight:
             matrix = next(each for each in matrices if one in each.rows)
-            whole = read(matrix.name)
+            whole = read_weight(matrix.name)
             if len(matrix.rows) == 1:
-                read.cache_clear()  # nothing else is read from it: it must not outlive its use
+                read_weight.cache_clear()  # nothing else is read from it: it must not outlive its use
                 return whole
             before = list(matrix.rows)
             first = sum(matrix.rows[each] for each in before[: before.index(one)])
@@ -411,7 +411,7 @@ class _Assembly:
         return product
 
     def _matrix(self, stored: WeightSpec, matrix: _Matrix) -> Weight:
-        weight = formats.read(stored, matrix.name, (matrix.out_size, matrix.in_size), self._take)
+        weight = formats.read_matrix(stored, matrix.name, (matrix.out_size, matrix.in_size), self._take)
         bias = self._read(f"{matrix.name}.bias", (matrix.out_size,)) if matrix.bias else None
         if self._maker.bits and not isinstance(weight, AffineGroups) and matrix.name != _HEAD:
             weight = as_published(self._spec, weight)

@@ -183,7 +183,7 @@ class DiskIndex:
             self._out.orders.append(disk.Write(self._epoch, tuple(order)))
         return self._settled()
 
-    def read(self, pages: Sequence[tuple[bytes, int]]) -> disk.DiskResult:
+    def read_pages(self, pages: Sequence[tuple[bytes, int]]) -> disk.DiskResult:
         """Bring pages that can be read into these slots: (key, slot). Each ends in one ReadEnded."""
         self._numbers += 1
         order: list[disk.SlotPage] = []

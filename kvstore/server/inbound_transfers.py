@@ -208,7 +208,7 @@ class InboundTransfers:
             self._queued.popleft()
         self._count.failed += len(outcome.failed)
         if batch:
-            result = self._disk.read(batch)
+            result = self._disk.read_pages(batch)
             outcome.orders += result.orders
             for ended in result.ended:
                 assert isinstance(ended, ReadEnded)

@@ -184,7 +184,7 @@ class Carrier:
         self._count = PeerStats()
 
     def run(self) -> None:
-        self._sockets.add(self._mailbox.ordered)
+        self._sockets.add_fd(self._mailbox.ordered)
         try:
             while True:
                 if not self.full():

@@ -13,13 +13,13 @@ _LAST = int(log(1e5 / _SHORTEST) / _STEP)  # bucket of the longest: more than a 
 
 
 class LatencySketch:
-    """Counts of durations in buckets, for each of the last `seconds` seconds. An `add` takes less than 1 µs."""
+    """Counts of durations in buckets, for each of the last `seconds` seconds. `add_duration` takes less than 1 µs."""
 
     def __init__(self, seconds: int = 5) -> None:
         self._now = Counter[int]()
         self._past = deque[Counter[int]](maxlen=seconds)
 
-    def add(self, duration: float) -> None:
+    def add_duration(self, duration: float) -> None:
         self._now[min(_LAST, int(log(duration / _SHORTEST) / _STEP)) if duration > _SHORTEST else 0] += 1
 
     def turn(self) -> None:

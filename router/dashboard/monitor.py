@@ -40,7 +40,7 @@ class DashboardMonitor:
     def sample(self, now: float, at_ms: int) -> None:
         """A second has passed. `at_ms`: now, as Unix time."""
         self._began = now if self._began is None else self._began
-        self.samples.take(self._state.stats(), now, at_ms)
+        self.samples.take_sample(self._state.stats(), now, at_ms)
 
     # --- what is shown -----------------------------------------------------------------------------------------------
 

@@ -57,13 +57,13 @@ class Samples:
 
     def gap(self, seconds: float) -> None:
         """Two tokens came so far apart."""
-        self._itl.add(seconds)
+        self._itl.add_duration(seconds)
 
     def request_ended(self, end: RequestEnded) -> None:
         if isinstance(end.outcome, Finished) and (ttft := end.summary.timeline.ttft) is not None:
-            self._ttft.add(ttft)
+            self._ttft.add_duration(ttft)
 
-    def take(self, stats: RouterStats, now: float, at_ms: int) -> None:
+    def take_sample(self, stats: RouterStats, now: float, at_ms: int) -> None:
         """Add the sample of the second that ends now. `at_ms`: the same instant as Unix time."""
         self._ttft.turn()
         self._itl.turn()

@@ -39,7 +39,7 @@ class PredictionErrors:
             kind: deque(maxlen=_WINDOW) for kind in get_args(PredictionKind)
         }
 
-    def add(self, kind: PredictionKind, predicted: float, actual: float) -> None:
+    def add_pair(self, kind: PredictionKind, predicted: float, actual: float) -> None:
         """Seconds that something was to take, and took. What was not predicted, or took no time, is not counted."""
         if predicted > 0 and actual > 0:
             self._errors[kind].append(abs(math.log(actual) - math.log(predicted)))  # their ratio may overflow

@@ -109,7 +109,7 @@ class PromptHistory:
         if self._num_removals >= _REMOVALS:
             self._flush()
 
-    def add(self, prompt: PlacedPrompt, cached: int, now: float) -> NotCached:
+    def add_prompt(self, prompt: PlacedPrompt, cached: int, now: float) -> NotCached:
         """Remember a prompt, and say why its pages after the first `cached` must be computed."""
         spec, pages, size = prompt.spec, len(prompt.keys), self._page_size
         if spec.sampling.prompt_logprobs is not None:

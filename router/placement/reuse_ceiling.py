@@ -76,7 +76,7 @@ class ReuseCeiling:
         ranks = (np.log2(np.maximum(lowest, np.uint64(1)).astype(np.float64)) + 1).astype(np.uint8)
         ranks[bits == 0] = _RANKS
         for window in self._windows.values():
-            window.add(registers, ranks, self._tokens, now)
+            window.add_keys(registers, ranks, self._tokens, now)
         self._buffer, self._tokens = [], 0
 
 
@@ -99,7 +99,7 @@ class _Window:
     def tokens(self) -> int:
         return sum(self._tokens)
 
-    def add(self, registers: npt.NDArray[np.int64], ranks: npt.NDArray[np.uint8], tokens: int, now: float) -> None:
+    def add_keys(self, registers: npt.NDArray[np.int64], ranks: npt.NDArray[np.uint8], tokens: int, now: float) -> None:
         part = int(now // self._seconds)
         first = part - _PARTS if self._part is None else self._part
         for new in range(max(first + 1, part - _PARTS + 1), part + 1):

@@ -110,7 +110,7 @@ class FittedCosts:
         if new:
             for sample in new:
                 predicted = worker.model.cost.of(sample.tokens, sample.pairs, sample.rows, sample.context)
-                self._errors.add("prefill" if sample.tokens else "step", predicted, sample.seconds)
+                self._errors.add_pair("prefill" if sample.tokens else "step", predicted, sample.seconds)
             worker.model.observe(*new)
         elif load.prefill_rate and not worker.model.knows_anything:
             worker.model, worker.rated = StepCostModel(_rated(load.prefill_rate)), True

@@ -109,7 +109,7 @@ class AdmissionControl:
         RateLimited."""
         tokens = request.prompt + ceil(output)
         try:
-            self._rate_limits.take(request.spec.tenant, tokens, now)
+            self._rate_limits.take_quota(request.spec.tenant, tokens, now)
         except RateLimited:
             self.rejected["rate_limited"] += 1
             raise
@@ -200,7 +200,7 @@ class AdmissionControl:
         self.queue.remove(request, now, placed=True)
         self.queue.learn(request, now)
         if request.history.is_retry:
-            self.retry_budget.take(now)
+            self.retry_budget.take_retry(now)
             request.history.is_retry = False
         elif request.history.attempts == 1:
             self.retry_budget.first(now)
@@ -231,9 +231,9 @@ class AdmissionControl:
             used = usage.prompt + usage.completion if begun else None
             self._rate_limits.settle(tenant, request.queueing.quota_tokens, used, now)
         if begun:
-            self.served.add(tenant, "computed", usage.prompt - usage.cached)
-            self.served.add(tenant, "cached", usage.cached)
-            self.served.add(tenant, "generated", usage.completion)
+            self.served.add_tokens(tenant, "computed", usage.prompt - usage.cached)
+            self.served.add_tokens(tenant, "cached", usage.cached)
+            self.served.add_tokens(tenant, "generated", usage.completion)
 
     def _charge(self, tenant: str, cost: float) -> None:
         self._fairness.charge(tenant, cost)

@@ -105,7 +105,7 @@ class TokensServed:
         self.tokens: Counter[tuple[str, str]] = Counter()  # by tenant and kind
         self._named: set[str] = {OTHER}
 
-    def add(self, tenant: str, kind: str, tokens: int) -> None:
+    def add_tokens(self, tenant: str, kind: str, tokens: int) -> None:
         if tenant not in self._named and len(self._named) <= self._most:
             self._named.add(tenant)
         self.tokens[(tenant if tenant in self._named else OTHER, kind)] += tokens

@@ -58,7 +58,7 @@ class RateLimits:
         """Its share beside that of others."""
         return self._of(tenant).weight
 
-    def take(self, tenant: str, tokens: int, now: float) -> None:
+    def take_quota(self, tenant: str, tokens: int, now: float) -> None:
         """Take a request of about so many tokens out of its tenant's quota. Raises RateLimited while the quota has not
         got them, and then takes nothing."""
         wants = (("requests", 1), ("tokens", tokens))
@@ -117,6 +117,6 @@ class RetryBudget:
         """Whether one may be made now."""
         return self._bucket.level(now) >= 1
 
-    def take(self, now: float) -> None:
+    def take_retry(self, now: float) -> None:
         """One is made."""
         self._bucket.take(1, now)

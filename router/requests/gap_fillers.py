@@ -40,7 +40,7 @@ class GapFillers:
         rested = now - self._joined.get(plan.decode, -inf) > pause
         return rested and plan.prefill is not None and not self._slow(decoder, 1, request.known)
 
-    def add(self, request: Request, plan: Placement, now: float) -> None:
+    def add_placed(self, request: Request, plan: Placement, now: float) -> None:
         """One has been placed."""
         self._requests[request.name] = request
         self._joined[plan.decode] = now

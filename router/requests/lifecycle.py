@@ -251,7 +251,7 @@ class RequestManager:
                 return False
             self._begin(request, ask, choice, considered, now)
             if request.lowest:
-                self._gap_fillers.add(request, choice, now)
+                self._gap_fillers.add_placed(request, choice, now)
             for other in self._gap_fillers.in_the_way(request, choice):
                 self.give_way(other, f"{request.name} is more urgent", now)
             return True
@@ -309,7 +309,7 @@ class RequestManager:
         """Say why pages of a prompt that is placed first are not cached."""
         card, held = self._members.card, max((match.pages for match in ask.held.values()), default=0)
         assert card is not None, request.name
-        return self._prompts.add(
+        return self._prompts.add_prompt(
             PlacedPrompt(request.name, request.spec, request.root, request.keys, card.namespace, request.timeline),
             held,
             now,

@@ -74,7 +74,7 @@ class Moves:
             if self._counts.moved - before >= _MOVES or not self._admission.retry_budget.allow(now):
                 return
             if (gain := self._gain_of_move(request, attempt, member, now)) is not None:
-                self._admission.retry_budget.take(now)
+                self._admission.retry_budget.take_retry(now)
                 self._counts.moved += 1
                 request.history.excluded.add(member.incarnation)
                 self._manager.retry(request, f"{member.peer.name} is slow: {gain}", now, free=True)
@@ -115,7 +115,7 @@ class Moves:
             if request.lowest or member.incarnation in request.history.prompt_left:
                 continue
             if (gain := self._gain_of_other_prefill(request, attempt, member, now)) is not None:
-                self._admission.retry_budget.take(now)
+                self._admission.retry_budget.take_retry(now)
                 self._counts.prompts_moved += 1
                 request.history.prompt_left.add(member.incarnation)
                 why = f"another prefill worker computes the rest of its prompt: {gain}"

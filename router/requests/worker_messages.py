@@ -145,7 +145,7 @@ class WorkerMessageHandler:
         predicted, took = min(event.predicted_ms, _MOST_MS), min(event.load_ms, _MOST_MS)
         request.account.served.predicted_ms += predicted
         request.account.served.load_ms += took
-        self._scores.add("fetch", predicted / 1_000, took / 1_000)
+        self._scores.add_pair("fetch", predicted / 1_000, took / 1_000)
 
     def _pages(self, request: Request) -> int:
         """Return the pages of all tokens of a request: a worker's account never tells of more."""
@@ -182,7 +182,7 @@ class WorkerMessageHandler:
             request.history.failures = request.history.fruitless = 0
             if request.timeline.first_token is None:
                 request.timeline.first_token = now
-                self._scores.add("ttft", attempt.placement.predicted.total, now - (request.timeline.placed or now))
+                self._scores.add_pair("ttft", attempt.placement.predicted.total, now - (request.timeline.placed or now))
                 self._admission.began(request, now)
             self._counts.generated_tokens += len(new)
             self._utilization.generated(len(new), request.known)
@@ -191,7 +191,7 @@ class WorkerMessageHandler:
         if delta.finish is not None:
             began, rest = request.timeline.first_token, request.generated - 1
             if began is not None and rest and request.history.attempts == 1:
-                self._scores.add("tpot", attempt.placement.tpot, (now - began) / rest)
+                self._scores.add_pair("tpot", attempt.placement.tpot, (now - began) / rest)
             self._manager.end(request, Finished(delta.finish), now)
         elif new:
             self._manager.may_yield(request, now)

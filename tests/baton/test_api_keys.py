@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.api_keys import Identity, KeyRing, add, hash_of, read, remove
+from baton.api_keys import Identity, KeyRing, add_key, hash_of, read_keys, remove
 from baton.errors import InvalidRequest, KeyNotFound, KeysUnusable
 
 
 def new_key(path: Path, name: str = "one", **more: object) -> str:
-    return add(path, Identity(**{"name": name, "tenant": "acme", **more}), "2026-01-01T00:00:00+00:00")  # type: ignore[arg-type]
+    return add_key(path, Identity(**{"name": name, "tenant": "acme", **more}), "2026-01-01T00:00:00+00:00")  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_the_file_is_for_its_owner_and_holds_no_key(path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert key not in path.read_text()
     assert key.removeprefix("baton-") not in path.read_text()
-    (entry,) = read(path) or ()
+    (entry,) = read_keys(path) or ()
     assert (entry.name, entry.tenant, entry.sha256, entry.max_streams) == ("one", "acme", hash_of(key), 3)
     assert new_key(path, "two") != key
 
@@ -92,7 +92,7 @@ def test_a_file_that_others_can_read_is_refused(path: Path) -> None:
 def test_a_folder_in_place_of_the_file(path: Path) -> None:
     path.mkdir(parents=True)
     with pytest.raises(KeysUnusable):
-        read(path)
+        read_keys(path)
     with pytest.raises(KeysUnusable):
         new_key(path)
 
@@ -124,7 +124,7 @@ def test_no_key_is_lost_when_several_are_added_at_once(path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(read(path) or ()) == 12
+    assert len(read_keys(path) or ()) == 12
     assert [file.name for file in path.parent.iterdir() if file.name.endswith("json")] == [path.name]
 
 

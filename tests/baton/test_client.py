@@ -87,13 +87,13 @@ def test_a_value_that_no_field_holds_is_an_error_before_anything_is_sent(options
 def test_a_stream_becomes_its_result():
     collector = OutputCollector()
     scored = pb.TokenLogprob(token_id=4, logprob=-0.5, top=[pb.Alternative(token_id=4, logprob=-0.5)])
-    one = collector.take(pb.GenerateResponse(delta=pb.Delta(text="a", token_ids=[4], logprobs=[scored])))
+    one = collector.add_message(pb.GenerateResponse(delta=pb.Delta(text="a", token_ids=[4], logprobs=[scored])))
     assert one.logprobs[0].top == ((4, -0.5),)
-    collector.take(pb.GenerateResponse(delta=pb.Delta(text="b", token_ids=[5, 6])))
+    collector.add_message(pb.GenerateResponse(delta=pb.Delta(text="b", token_ids=[5, 6])))
     end = pb.Finished(finish_reason=pb.FINISH_REASON_STOP, seed=7, request_id="x", usage=pb.Usage(prompt_tokens=3))
     end.timing.first_token = 1.5
     end.work.decode_workers.append("decode-0")
-    assert collector.take(pb.GenerateResponse(finished=end)) is None
+    assert collector.add_message(pb.GenerateResponse(finished=end)) is None
     (result,) = collector.finished
     work = Work(decode_workers=("decode-0",))
     timing = Timing(first_token=1.5)
@@ -119,16 +119,16 @@ def test_a_chat_becomes_its_answers():
         return {"id": "chatcmpl-q", "choices": [{"index": index, "delta": delta, "finish_reason": reason}]}
 
     call = {"index": 0, "id": "c", "function": {"name": "f", "arguments": '{"a"'}}
-    assert collector.take(chunk(0, role="assistant", content="")) == []
-    assert collector.take(chunk(1, content="two"))[0].index == 1
-    assert collector.take(chunk(0, reasoning="hm"))[0].reasoning == "hm"
-    assert collector.take(chunk(0, tool_calls=[call]))[0].tool_calls == (call,)
+    assert collector.add_chunk(chunk(0, role="assistant", content="")) == []
+    assert collector.add_chunk(chunk(1, content="two"))[0].index == 1
+    assert collector.add_chunk(chunk(0, reasoning="hm"))[0].reasoning == "hm"
+    assert collector.add_chunk(chunk(0, tool_calls=[call]))[0].tool_calls == (call,)
     with pytest.raises(errors.Unavailable, match="without saying why"):
         collector.answers()
-    collector.take(chunk(0, "tool_calls", tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]))
-    collector.take(chunk(1, "length"))
+    collector.add_chunk(chunk(0, "tool_calls", tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]))
+    collector.add_chunk(chunk(1, "length"))
     usage = {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
-    collector.take({"choices": [], "usage": usage, "metrics": {"hops_ms": {"placed": 1}}})
+    collector.add_chunk({"choices": [], "usage": usage, "metrics": {"hops_ms": {"placed": 1}}})
     first, second = collector.answers()
     assert (second.content, second.finish_reason) == ("two", "length")
     assert (first.content, first.reasoning, first.finish_reason) == ("", "hm", "tool_calls")
@@ -136,7 +136,7 @@ def test_a_chat_becomes_its_answers():
     assert (first.usage, first.request_id) == (TokenUsage(5, 4, 2), "q")
     assert first.metrics["hops_ms"] == {"placed": 1}
     with pytest.raises(errors.ModelMismatch, match="gone"):
-        collector.take({"error": {"message": "gone", "code": 404}})
+        collector.add_chunk({"error": {"message": "gone", "code": 404}})
 
 
 @pytest.mark.parametrize(

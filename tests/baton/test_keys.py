@@ -72,7 +72,7 @@ def test_keys_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) ->
     path = tmp_path / "deep" / "cluster.key"
     OURS.write(path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert ClusterKeys.read(path) == OURS
+    assert ClusterKeys.read_file(path) == OURS
     with pytest.raises(KeysUnusable, match="exists"):
         THEIRS.write(path)
 
@@ -83,7 +83,7 @@ def test_keys_that_others_can_reach_are_refused(tmp_path: Path, mode: int) -> No
     OURS.write(path)
     path.chmod(mode)
     with pytest.raises(KeysUnusable, match=r"read by others.*chmod 600"):
-        ClusterKeys.read(path)
+        ClusterKeys.read_file(path)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(0o600)
     with pytest.raises(KeysUnusable, match="baton keys"):
-        ClusterKeys.read(path)
+        ClusterKeys.read_file(path)
 
 
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(KeysUnusable, match="baton keys"):
-        ClusterKeys.read(tmp_path / "none")
+        ClusterKeys.read_file(tmp_path / "none")
 
 
 def test_processes_that_start_at_once_get_one_pair(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_processes_that_start_at_once_get_one_pair(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         (one,) = {future.result() for future in [pool.submit(get) for _ in range(8)]}
-    assert ClusterKeys.read_or_make(path) == ClusterKeys.read(path) == one
+    assert ClusterKeys.read_or_make(path) == ClusterKeys.read_file(path) == one
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert list(path.parent.iterdir()) == [path], "half-made files are removed"

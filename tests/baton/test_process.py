@@ -67,11 +67,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_first_process_of_a_cluster_makes_its_keys(tmp_path: Path, home: Path) -> None:
     started(tmp_path, name="one")
     path = home / ".local" / "state" / "baton" / "one" / "cluster.key"
-    keys = ClusterKeys.read(path)
+    keys = ClusterKeys.read_file(path)
     started(tmp_path, name="one")
-    assert ClusterKeys.read(path) == keys
+    assert ClusterKeys.read_file(path) == keys
     started(tmp_path, name="two")
-    assert ClusterKeys.read(path.parents[1] / "two" / "cluster.key") != keys
+    assert ClusterKeys.read_file(path.parents[1] / "two" / "cluster.key") != keys
 
 
 def test_a_key_file_that_is_named_is_read_and_never_made(tmp_path: Path, home: Path) -> None:

@@ -148,7 +148,7 @@ def test_spans_are_bounded() -> None:
     recording = Recording(steps=10, most=3)
     for instant in range(5):
         assert recording.complete == (instant >= 3)
-        recording.add("a", "b", instant, instant + 1, {})
+        recording.add_span("a", "b", instant, instant + 1, {})
     assert len(recording) == 3
 
 
@@ -215,8 +215,8 @@ def test_a_trace_begins_with_a_whole_turn(tmp_path: Path) -> None:
 
 def test_the_document() -> None:
     recording = Recording(steps=1)
-    recording.add("step", "engine", 5_000, 7_500, {"tokens": 3})
-    recording.add("wait", "sockets", 8_000, 8_000, {})
+    recording.add_span("step", "engine", 5_000, 7_500, {"tokens": 3})
+    recording.add_span("wait", "sockets", 8_000, 8_000, {})
     recording.counted = 1
     document = json.loads(b"".join(recording.parts("decode-0", 11, 12)))
     assert document == {

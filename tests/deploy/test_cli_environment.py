@@ -116,7 +116,7 @@ def test_what_the_handler_of_our_processes_rotates_is_followed_to_the_last_line(
 def test_rates_between_two_looks():
     history = History()
     for at, finished in ((0.0, 10), (2.0, 14), (3.0, 0)):
-        history.add(at, Counts(finished=finished))
+        history.add_counts(at, Counts(finished=finished))
     assert list(history.rates["requests"]) == [2.0, 0.0]
     assert sparkline([0.0, 1.0, 2.0]) == "▁▅█"
     assert sparkline([0.0]) == "▁"

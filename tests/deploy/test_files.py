@@ -30,20 +30,20 @@ def state(**more: object) -> State:
 def test_it_comes_back_as_it_was_and_is_private(tmp_path: Path):
     written = state(supervisor=ME)
     state_file.write(tmp_path / "baton", written)
-    assert state_file.read(tmp_path / "baton") == written
+    assert state_file.read_state(tmp_path / "baton") == written
     path = state_file.path(tmp_path / "baton")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert list(path.parent.iterdir()) == [path]
     state_file.remove(tmp_path / "baton")
-    assert state_file.read(tmp_path / "baton") is None
+    assert state_file.read_state(tmp_path / "baton") is None
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"name": 3}', "\x00"])
 def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, content: str):
     state_file.path(tmp_path).write_text(content)
     with pytest.raises(StartupError, match="remove it"):
-        state_file.read(tmp_path)
+        state_file.read_state(tmp_path)
 
 
 def test_a_name_is_free_when_its_cluster_has_died(tmp_path: Path):
@@ -83,6 +83,6 @@ def test_a_cluster_on_a_ray_that_runs_and_can_not_be_asked_is_kept(tmp_path: Pat
         state_file.write(tmp_path, state)
         with pytest.raises(RayUnusable, match="refuses our token"):
             tear_down(tmp_path, state, lambda _: None)
-        assert state_file.read(tmp_path) == state
+        assert state_file.read_state(tmp_path) == state
     tear_down(tmp_path, state, lambda _: None)
-    assert state_file.read(tmp_path) is None
+    assert state_file.read_state(tmp_path) is None

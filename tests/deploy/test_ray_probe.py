@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from baton.errors import RayUnusable
-from deploy.control_plane.probe import PATIENCE, RayAnswer, ask, find, link, token
+from deploy.control_plane.probe import PATIENCE, RayAnswer, ask_ray, find, link, token
 
 
 class _Head(grpc.GenericRpcHandler):
@@ -93,7 +93,7 @@ def test_a_ray_that_never_answers():
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         begin = time.monotonic()
-        assert ask("127.0.0.1:%d" % listener.getsockname()[1], None, 0.5) is RayAnswer.SILENT  # noqa: UP031
+        assert ask_ray("127.0.0.1:%d" % listener.getsockname()[1], None, 0.5) is RayAnswer.SILENT  # noqa: UP031
         assert time.monotonic() - begin < PATIENCE
 
 

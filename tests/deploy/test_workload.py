@@ -95,7 +95,7 @@ def test_a_trace_keeps_its_times_lengths_and_shared_parts_when_scaled(tmp_path: 
         {"timestamp": 1_000, "input_length": 1_500, "output_length": 0, "hash_ids": [1, 2, 3]},
     ]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second = from_trace(mooncake.read(path), VOCAB, seed=1, time_scale=0.5, length_scale=0.1)
+    first, second = from_trace(mooncake.read_trace(path), VOCAB, seed=1, time_scale=0.5, length_scale=0.1)
     assert (first.at, second.at) == (0.0, 1.0)
     assert (len(first.prompt), len(second.prompt)) == (150, 110)
     assert (first.output, second.output) == (1, 1)
@@ -107,16 +107,16 @@ def test_a_trace_can_be_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = json.dumps({"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1]})
     path.write_text(f"{line}\n{line}\nnot json\n")
-    assert len(mooncake.read(path, 2)) == 2
+    assert len(mooncake.read_trace(path, 2)) == 2
     with pytest.raises(ConfigError, match="line 3"):
-        mooncake.read(path)
+        mooncake.read_trace(path)
     with pytest.raises(ConfigError, match="can't read"):
-        mooncake.read(tmp_path / "absent")
+        mooncake.read_trace(tmp_path / "absent")
     with pytest.raises(ConfigError, match="at least one"):
-        mooncake.read(path, 0)
+        mooncake.read_trace(path, 0)
     path.write_text("")
     with pytest.raises(ConfigError, match="no requests"):
-        mooncake.read(path)
+        mooncake.read_trace(path)
     path.write_text('{"timestamp": 0, "input_length": 513, "output_length": 1, "hash_ids": [1]}')
     with pytest.raises(ConfigError, match="1 hash_ids"):
-        trace(mooncake.read(path), 1.0, Wishes(), 1)
+        trace(mooncake.read_trace(path), 1.0, Wishes(), 1)

@@ -117,7 +117,7 @@ def dense(file: Path, folder: Path) -> Path:
     """The same numbers as safetensors in float32, with a config of transformers."""
     from safetensors.torch import save_file
 
-    reader, fields = from_gguf.read(file)
+    reader, fields = from_gguf.read_gguf(file)
     tensors = {one.name: torch.from_numpy(one.numbers(fields)) for one in from_gguf.tensors(reader, fields)}
     from_gguf.convert(file, folder, {})
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -289,12 +289,12 @@ def test_blocks_are_exactly_the_numbers_of_gguf(kind: str, home: Path):
     file = write(home / "model.gguf", kind)
     spec = load_spec(hub.resolve(str(file)))
     tensors = GgufTensors(file)
-    theirs = {tensor.name: tensor for tensor in from_gguf.read(file)[0].tensors}
+    theirs = {tensor.name: tensor for tensor in from_gguf.read_gguf(file)[0].tensors}
     for name, theirs_name, shape in (
         ("model.layers.1.mlp.down_proj", "blk.1.ffn_down.weight", (HIDDEN, INNER)),
         ("lm_head", "token_embd.weight", (len(TOKENS), HIDDEN)),
     ):
-        matrix = formats.read(spec.stored, name, shape, lambda part, *_: tensors.get_tensor(part))
+        matrix = formats.read_matrix(spec.stored, name, shape, lambda part, *_: tensors.get_tensor(part))
         assert not isinstance(matrix, torch.Tensor)
         tensor = theirs[theirs_name]
         assert torch.equal(matrix.dense(), torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
@@ -324,7 +324,7 @@ def test_fields_are_those_of_the_package(home: Path):
     more: dict[str, object] = {"numbers": [1.5, -2.0], "flags": [True, False, True], "words": ["", "é"], "none": []}
     file = write(home / "model.gguf", "Q4_0", fields=more)
     theirs = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
-    assert dict(from_gguf.read(file)[1]) == theirs
+    assert dict(from_gguf.read_gguf(file)[1]) == theirs
     assert {name: theirs.get(name) for name in more} == {**more, "none": theirs.get("none")}
 
 

@@ -55,7 +55,7 @@ def test_memory_and_utilization_stand_on_the_page(nvml: Nvml) -> None:
     reader = GpuMetrics.of(GPUS)
     assert reader is not None
     metrics = Metrics()
-    metrics.read_at_scrape(reader.read)
+    metrics.read_at_scrape(reader.read_samples)
     page = parsed(metrics.text().decode())
     assert total(page, "gpu_memory_used_bytes", gpu="GPU-12") == 30 * 2**30
     assert total(page, "gpu_memory_total_bytes", gpu="GPU-12") == 80 * 2**30
@@ -67,7 +67,7 @@ def test_a_gpu_that_fails_later_leaves_the_rest_of_the_page(nvml: Nvml) -> None:
     reader = GpuMetrics.of(GPUS)
     assert reader is not None
     nvml.fails = True
-    assert reader.read() == {}
+    assert reader.read_samples() == {}
 
 
 def test_there_is_nothing_without_a_gpu_without_the_library_or_where_that_fails(

@@ -85,7 +85,7 @@ class FalseWorkers:
     threads = 1
 
     def __init__(self, grpc_address: str, operator: str, endpoint: str, keys: str, card: str) -> None:
-        self._keys = ClusterKeys.read(Path(keys))
+        self._keys = ClusterKeys.read_file(Path(keys))
         self._endpoint = endpoint
         self._card = msgspec.structs.replace(msgspec.json.decode(card, type=msg.ModelCard), pool_pages=_POOL)
         self._stub = generation_pb2_grpc.GenerationStub(grpc.insecure_channel(grpc_address))

@@ -37,7 +37,7 @@ class PageHolders:
     threads = 2
 
     def __init__(self, endpoint: str, keys: str, card: str, operator: str) -> None:
-        self._endpoint, self._keys = endpoint, ClusterKeys.read(Path(keys))
+        self._endpoint, self._keys = endpoint, ClusterKeys.read_file(Path(keys))
         self._card = msgspec.structs.replace(msgspec.json.decode(card, type=msg.ModelCard), pool_pages=0)
         self._client = Client(operator=operator)
         self._looks = ThreadPoolExecutor(self.threads)

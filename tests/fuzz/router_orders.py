@@ -22,7 +22,7 @@ class RouterOrders:
     threads = 1
 
     def __init__(self, endpoint: str, keys: str, processes: int) -> None:
-        self._router = FalseRouter(endpoint, ClusterKeys.read(Path(keys)), processes)
+        self._router = FalseRouter(endpoint, ClusterKeys.read_file(Path(keys)), processes)
 
     def start(self) -> None:
         self._router.joined()

@@ -29,7 +29,7 @@ class RouterPeer:
     def __init__(self, endpoint: str, keys: str, card: str, operator: str, incarnations: dict[str, int]) -> None:
         """`keys` is the file with the cluster's, `card` the model's, as JSON. `incarnations` are those of live
         processes, with their pids; `operator` tells the names of requests."""
-        self._endpoint, self._keys = endpoint, ClusterKeys.read(Path(keys))
+        self._endpoint, self._keys = endpoint, ClusterKeys.read_file(Path(keys))
         self._card = msgspec.json.decode(card, type=ModelCard)
         self._client = Client(operator=operator)
         self._known: dict[str, list[Any]] = {

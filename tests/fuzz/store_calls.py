@@ -39,7 +39,7 @@ class StoreCalls:
     def __init__(self, address: str, namespace: str, page_bytes: int, keys: str, node: str) -> None:
         self._address = b"\0" + address.encode()
         self._namespace = msgspec.json.decode(namespace, type=Namespace)
-        self._page_bytes, self._keys, self._node = page_bytes, ClusterKeys.read(Path(keys)), node
+        self._page_bytes, self._keys, self._node = page_bytes, ClusterKeys.read_file(Path(keys)), node
         drawn = random.Random(1)
         self._chains = [b"".join(drawn.randbytes(KEY_BYTES) for _ in range(_KEYS)) for _ in range(_CHAINS)]
 

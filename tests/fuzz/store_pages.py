@@ -33,7 +33,7 @@ class StorePages:
     ) -> None:
         """`stores` are page servers by incarnation; all others are endpoints."""
         self._stores, self._replays, self._events = dict(stores), list(replays), list(events)
-        self._page_bytes, self._keys = page_bytes, ClusterKeys.read(Path(keys))
+        self._page_bytes, self._keys = page_bytes, ClusterKeys.read_file(Path(keys))
 
     def run(self, case: Case) -> str:
         match case.rng.randrange(6):

@@ -31,7 +31,7 @@ class StoreReplies:
     threads = 1
 
     def __init__(self, endpoint: str, keys: str, processes: int, address: str) -> None:
-        self._router = FalseRouter(endpoint, ClusterKeys.read(Path(keys)), processes)
+        self._router = FalseRouter(endpoint, ClusterKeys.read_file(Path(keys)), processes)
         self._router.heard = self._heard
         self._store = FalseStore(address)
         self._expected: list[int] | None = None

@@ -108,7 +108,7 @@ class Rig:
         before = len(self.ended)
         for slot in range(len(names)):
             self.slot(slot)[:] = bytes(self.page_bytes)
-        self.follow(self.index.read([(name, slot) for slot, name in enumerate(names)]))
+        self.follow(self.index.read_pages([(name, slot) for slot, name in enumerate(names)]))
         self.until(lambda: len(self.ended) == before + len(names))
         came: dict[bytes, bool] = {}
         for ended in self.ended[before:]:

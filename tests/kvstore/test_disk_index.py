@@ -155,7 +155,7 @@ class DiskMachine(RuleBasedStateMachine):
                 self.slots += 1
                 pairs.append((each, self.slots))
                 self.reads[each, self.slots] += 1
-            self.follow(self.index.read(pairs))
+            self.follow(self.index.read_pages(pairs))
 
     @rule(word=CHAINS)
     def touch(self, word: str) -> None:
@@ -431,7 +431,7 @@ def test_what_was_touched_goes_last() -> None:
 def test_a_page_that_there_was_no_descriptor_for_stays() -> None:
     index, disk = opened()
     finish(index, disk, index.write(pages("ab")))
-    (order,) = index.read([(key("a"), 7)]).orders
+    (order,) = index.read_pages([(key("a"), 7)]).orders
     disk.submit(order)
     ended = [each for event in disk.read(0, 1, "busy") for each in index.handle(event).ended]
     assert [each.ok for each in ended if isinstance(each, ReadEnded)] == [False]
@@ -442,7 +442,7 @@ def test_the_speed_is_that_of_the_reads() -> None:
     index, disk = opened()
     assert not index.speed.measured
     finish(index, disk, index.write(pages("abca")))
-    finish(index, disk, index.read([(each, slot) for slot, each in enumerate(keys("abca"))]))
+    finish(index, disk, index.read_pages([(each, slot) for slot, each in enumerate(keys("abca"))]))
     assert index.speed.measured
     assert index.speed.latency == pytest.approx(0.001)
     assert index.speed.bytes_per_second == pytest.approx(4 * PAGE / 0.001)

@@ -357,7 +357,7 @@ def test_an_index_of_many_pages_comes_in_parts(tmp_path: Path) -> None:
 def test_orders_of_another_opening_are_ignored(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
         rig.write("abc")
-        late = rig.index.read([(each, slot) for slot, each in enumerate(keys("abc"))])
+        late = rig.index.read_pages([(each, slot) for slot, each in enumerate(keys("abc"))])
         rig.index = type(rig.index)(rig.settings)
         rig.index._epoch = 10
         rig.open()

@@ -71,7 +71,7 @@ class Memory:
     def __init__(self) -> None:
         self.slots = [b"?"] * SLOTS
 
-    def read(self, slot: int, checksum: int) -> bytes:
+    def read_slot(self, slot: int, checksum: int) -> bytes:
         """Let a thread read a slot that was promised to it."""
         contents = self.slots[slot]
         good = self.matches(contents, checksum) or self.spoilt(contents)
@@ -115,7 +115,7 @@ class Worker:
 
     def say(self, call: protocol.StoreCall) -> None:
         if self.connection is not None:
-            self.node.world.hold(("calls", self.pid), self.node.take, events.CallReceived(self.connection, call))
+            self.node.world.hold(("calls", self.pid), self.node.take_event, events.CallReceived(self.connection, call))
             if self.check is not None:
                 self.check.called(call)
 
@@ -162,8 +162,8 @@ class Node(HeldStore):
             assert not stuck or self.coming(name), "somebody waits for what nobody makes any more"
         return commands
 
-    def take(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
-        commands = super().take(event)
+    def take_event(self, event: events.StoreEvent) -> Sequence[events.StoreCommand]:
+        commands = super().take_event(event)
         self._follow_events()
         return commands
 
@@ -188,7 +188,7 @@ class Node(HeldStore):
         self.world.hold(("transport", self.incarnation), self._carry_out_late, order)
 
     def hear_thread(self, event: PeerEvent | Finished) -> None:
-        self.world.hold(("loop", self.incarnation), self.take, event)
+        self.world.hold(("loop", self.incarnation), self.take_event, event)
 
     def _worker(self, connection: int) -> Worker | None:
         return next((worker for worker in self.workers if worker.connection == connection), None)
@@ -470,7 +470,7 @@ class World(HeldAgenda):
         worker.check = ReplyCheck(SLOTS)
         if refusable:
             node.refusable.add(worker.connection)
-        node.take(events.Connected(worker.connection, worker.pid))
+        node.take_event(events.Connected(worker.connection, worker.pid))
         peer = Peer("prefill", "w", "node", f"w{worker.pid}", worker.pid)
         worker.say(protocol.Attach(peer, node.namespace, 100))
         # What it read under an older connection no longer counts, but what it wrote may go on.
@@ -639,13 +639,13 @@ class World(HeldAgenda):
         """The kernel tells a store of a worker's death."""
         if node.dead:
             pid = node.dead.pop(0).pid
-            node.take(events.WriterDied(pid))
+            node.take_event(events.WriterDied(pid))
             assert not node.state.needs_proof(pid)
 
     def close_orphan(self, node: Node, pick: int = 0) -> None:
         """A store sees the end of a connection."""
         if node.orphans:
-            node.take(events.Disconnected(node.orphans.pop(pick % len(node.orphans))))
+            node.take_event(events.Disconnected(node.orphans.pop(pick % len(node.orphans))))
 
     def _all_die(self, node: Node) -> None:
         for worker in list(node.workers):
@@ -670,7 +670,7 @@ class World(HeldAgenda):
     # --- operators --------------------------------------------------------------------------------------------------
 
     def pin(self, node: Node, name: str, tenant: str, word: str, ttl_ms: int) -> None:
-        commands = node.take(events.RouterMessageReceived(PinPages(name, tenant, b"".join(keys(word)), ttl_ms)))
+        commands = node.take_event(events.RouterMessageReceived(PinPages(name, tenant, b"".join(keys(word)), ttl_ms)))
         (answer,) = (command.message for command in commands if isinstance(command, events.TellRouter))
         assert isinstance(answer, PagesPinned)
         if not answer.reason:
@@ -678,7 +678,7 @@ class World(HeldAgenda):
             assert all(page is not None and page.holds for page in pinned), "a pin does not hold"
 
     def unpin(self, node: Node, name: str) -> None:
-        node.take(events.RouterMessageReceived(UnpinPages(name)))
+        node.take_event(events.RouterMessageReceived(UnpinPages(name)))
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -686,7 +686,7 @@ class World(HeldAgenda):
         self.now += seconds
         for place, node in enumerate(self.nodes):
             if place != asleep:
-                node.take(Tick(seconds if paused else 0.0))
+                node.take_event(Tick(seconds if paused else 0.0))
 
     def hear(self) -> None:
         """Every loop hears its threads, and they carry out what it says; but nothing arrives from wires or disks."""

@@ -64,7 +64,7 @@ class RingWorker(RigWorker):
                 self.device.pages[chunk.pages[page]] = [-7] * PAGE
             return StepFailed(plan, "the chunk before did not come")
         for page, slot in ring.takes:
-            self.device.pages[chunk.pages[page]] = arena.read(slot)
+            self.device.pages[chunk.pages[page]] = arena.read_slot(slot)
         done = self._done(plan)
         for page, slot in ring.gives:
             arena.write(slot, self.device.pages[chunk.pages[page]])
@@ -133,7 +133,7 @@ class World:
         for number, key in enumerate(keys):
             page = self.rig.store._pages.find(key)
             assert page is not None
-            assert self.workers[0].node.arena.read(page.slot) == expected[number * PAGE : (number + 1) * PAGE]
+            assert self.workers[0].node.arena.read_slot(page.slot) == expected[number * PAGE : (number + 1) * PAGE]
         self.rig.end([self.request, "s"])
         assert not any(worker.state._requests for worker in self.workers)
 

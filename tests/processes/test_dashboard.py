@@ -73,8 +73,8 @@ class Loaded:
 @pytest.fixture(scope="module")
 def loaded(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     folder = tmp_path_factory.mktemp("cluster")
-    operator = api_keys.add(folder / "api-keys.json", Identity(name="ops", operator=True), "")
-    tenant = api_keys.add(folder / "api-keys.json", Identity(name="app", tenant="acme"), "")
+    operator = api_keys.add_key(folder / "api-keys.json", Identity(name="ops", operator=True), "")
+    tenant = api_keys.add_key(folder / "api-keys.json", Identity(name="app", tenant="acme"), "")
     settings = workload.settings(path, 1, 2, **{"model.served_model_name": [HOSTILE_MODEL]})
     with LocalCluster(settings, folder) as cluster, Loaded(cluster, operator, tenant) as running:
         yield running

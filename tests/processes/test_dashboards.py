@@ -74,7 +74,7 @@ class Site:
 def site(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("cluster")
     file = folder / "api-keys.json"
-    keys = {tenant: api_keys.add(file, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
+    keys = {tenant: api_keys.add_key(file, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
     more = {
         **workload.SMALL_TIERS,
         "disk.path": str(folder / "disk"),

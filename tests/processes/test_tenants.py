@@ -24,7 +24,7 @@ PROMPT = PAGES * 16 + 1  # tokens: so many full pages, and the last token
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """By tenant; "file" is where their hashes are."""
     path = tmp_path_factory.mktemp("keys") / "api-keys.json"
-    by_tenant = {tenant: api_keys.add(path, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
+    by_tenant = {tenant: api_keys.add_key(path, Identity(name=tenant, tenant=tenant), "") for tenant in ("one", "two")}
     return {**by_tenant, "file": str(path)}
 
 

@@ -28,8 +28,8 @@ async def test_without_keys_no_client_may(tmp_path: Path) -> None:
 
 async def test_an_operators_key_may_and_another_may_not(tmp_path: Path) -> None:
     keys = tmp_path / "api-keys.json"
-    tenant = api_keys.add(keys, Identity(name="ann", tenant="a"), "now")
-    operator = api_keys.add(keys, Identity(name="ops", operator=True), "now")
+    tenant = api_keys.add_key(keys, Identity(name="ann", tenant="a"), "now")
+    operator = api_keys.add_key(keys, Identity(name="ops", operator=True), "now")
     async with door(tmp_path, workers=0) as client:
         for key, message in (("none", "not known"), (tenant, "operators only"), (operator, "max_loras")):
             status, answer, _ = await client.post("/v1/load_lora_adapter", BODY, authorization=f"Bearer {key}")

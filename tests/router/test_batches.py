@@ -134,8 +134,8 @@ async def test_a_cancelled_batch_keeps_what_it_has(tmp_path: Path) -> None:
 async def test_tenants_see_their_own_and_keep_the_limits_of_their_key(tmp_path: Path) -> None:
     keys = tmp_path / "api-keys.json"
     limits = {"max_prompt_tokens": 5, "max_body_bytes": 20_000, "max_streams": 1}
-    ann = api_keys.add(keys, Identity(name="ann", tenant="a", **limits), "now")
-    bob = api_keys.add(keys, Identity(name="bob", tenant="b"), "now")
+    ann = api_keys.add_key(keys, Identity(name="ann", tenant="a", **limits), "now")
+    bob = api_keys.add_key(keys, Identity(name="bob", tenant="b"), "now")
     async with router(tmp_path) as running, client(running, ann) as first, client(running, bob) as second:
         batch = await started(first, [line("long"), line("short", prompt=PROMPT[:5])])
         for call in (second.batches.retrieve, second.batches.cancel):
@@ -158,7 +158,7 @@ async def test_tenants_see_their_own_and_keep_the_limits_of_their_key(tmp_path: 
 
 async def test_a_batch_whose_key_is_gone_fails(tmp_path: Path) -> None:
     keys = tmp_path / "api-keys.json"
-    secrets = [api_keys.add(keys, Identity(name=name, tenant="a"), "now") for name in ("ann", "ben")]
+    secrets = [api_keys.add_key(keys, Identity(name=name, tenant="a"), "now") for name in ("ann", "ben")]
     async with router(tmp_path, workers=0) as running, client(running, secrets[0]) as door:
         batch = await started(door, [line("a")])
         api_keys.remove(keys, "ann")
@@ -277,7 +277,7 @@ async def test_run_batch_goes_on_and_each_line_has_a_result(tmp_path: Path) -> N
 
 
 async def test_run_batch_without_a_key_ends_and_no_line_has_a_result(tmp_path: Path) -> None:
-    api_keys.add(tmp_path / "api-keys.json", Identity(name="ann", tenant="a"), "now")
+    api_keys.add_key(tmp_path / "api-keys.json", Identity(name="ann", tenant="a"), "now")
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(jsonl([line("a"), line("b")]))
     async with router(tmp_path, workers=0) as running:

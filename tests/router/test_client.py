@@ -148,7 +148,7 @@ async def test_both_doors_over_tls_with_a_certificate_and_a_key(tmp_path: Path) 
         shown.private_key_and_cert_chain_pem.write_to_path(tmp_path / f"{name}.pem")
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     server, own, trusted = (str(tmp_path / f"{name}.pem") for name in ("server", "client", "ca"))
-    key = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    key = api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     tls = TlsConfig(cert_file=server, key_file=server, client_ca_file=trusted)
     async with served(msgspec.structs.replace(settings_for(tmp_path), tls=tls)) as running:
         running.start("decode", "decode-0")

@@ -83,7 +83,7 @@ async def with_workers(board: Page) -> None:
 def test_a_quantile_is_that_of_the_durations_themselves(durations: list[float], share: float) -> None:
     sketch = LatencySketch()
     for duration in durations:
-        sketch.add(duration)
+        sketch.add_duration(duration)
     sketch.turn()
     (quantile,) = sketch.quantiles(share)
     exact = sorted(durations)[int(share * (len(durations) - 1))]
@@ -92,7 +92,7 @@ def test_a_quantile_is_that_of_the_durations_themselves(durations: list[float], 
 
 def test_a_sketch_forgets_what_is_older_than_its_seconds() -> None:
     sketch = LatencySketch(seconds=2)
-    sketch.add(1.0)
+    sketch.add_duration(1.0)
     assert sketch.quantiles(0.5) == [None]  # its second has not passed
     sketch.turn()
     assert sketch.quantiles(0.5) == [pytest.approx(1.0, rel=0.026)]
@@ -100,7 +100,7 @@ def test_a_sketch_forgets_what_is_older_than_its_seconds() -> None:
     sketch.turn()
     assert sketch.quantiles(0.5) == [None]
     for odd in (0.0, -1.0, 1e12):
-        sketch.add(odd)
+        sketch.add_duration(odd)
     sketch.turn()
     assert sketch.quantiles(0.5) == [pytest.approx(1e-5, rel=0.06)]
 
@@ -251,8 +251,8 @@ async def _sampled(board: Page) -> bool:
 
 
 async def test_the_page_is_open_and_its_data_is_for_operators(tmp_path: Path) -> None:
-    tenant = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
-    operator = api_keys.add(tmp_path / "api-keys.json", Identity(name="two", operator=True), "")
+    tenant = api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    operator = api_keys.add_key(tmp_path / "api-keys.json", Identity(name="two", operator=True), "")
     async with page(tmp_path) as board:
         for path in ("/dashboard", *(f"/dashboard/static/{name}" for name in static_files())):
             assert (await board.ask(path))[0] == 200

@@ -71,7 +71,7 @@ def test_allowed_hosts_hold_always_and_other_rules_only_without_keys(tmp_path: P
     assert posts(settings(tmp_path, allowed_hosts=["*"]), strange) == [200]
     # Where other machines reach the port, any name may be its own.
     assert posts(settings(tmp_path, host="0.0.0.0", insecure=True), strange, {"Origin": EVIL}) == [200, 403]
-    key = {"x-api-key": api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")}
+    key = {"x-api-key": api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")}
     assert posts(settings(tmp_path), strange, key | strange, key | {"Origin": EVIL}) == [401, 200, 200]
     assert posts(settings(tmp_path, allowed_hosts=["llm.example"]), key | proxied, key | strange) == [200, 403]
 
@@ -105,7 +105,7 @@ def test_what_no_other_site_sends_is_served(tmp_path: Path) -> None:
 
 
 async def test_pages_of_allowed_origins_may_read_every_answer(tmp_path: Path) -> None:
-    key = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    key = api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     async with served(settings(tmp_path, allowed_origins=[PAGE])) as router, aiohttp.ClientSession() as http:
         router.start("decode", "decode-0")
         url = f"http://{router.addresses.api}/v1/completions"

@@ -84,7 +84,7 @@ async def doors(folder: Path, **more: Any) -> AsyncIterator[Doors]:
 
 
 def key_in(folder: Path, name: str = "one", tenant: str = "acme", **more: Any) -> str:
-    return api_keys.add(folder / "api-keys.json", Identity(name=name, tenant=tenant, **more), "")
+    return api_keys.add_key(folder / "api-keys.json", Identity(name=name, tenant=tenant, **more), "")
 
 
 async def opens_both(client: Doors, key: str) -> None:

@@ -41,7 +41,7 @@ class Prompts:
         timeline = Timeline(self.now, first_token=self.now + 0.5 if done else None)
         root = namespace_root(msgspec.structs.replace(namespace, adapter=spec.adapter), spec.tenant, spec.salt)
         self.now += 1
-        why = self.history.add(PlacedPrompt(name, spec, root, keys, namespace, timeline), cached, self.now)
+        why = self.history.add_prompt(PlacedPrompt(name, spec, root, keys, namespace, timeline), cached, self.now)
         assert sum(why.tokens.values()) == len(tokens) - cached * PAGE
         assert why.token == cached * PAGE
         return why
@@ -181,7 +181,7 @@ def test_all_tokens_are_computed_for_log_probabilities_of_the_prompt() -> None:
     prompts = Prompts()
     spec = GenerationRequest("r", pack_tokens(text(1, 100)), SamplingParams(prompt_logprobs=0))
     keys = prompts.keys(text(1, 100))
-    why = prompts.history.add(PlacedPrompt("r", spec, b"r" * 16, keys, NAMESPACE, Timeline(0.0)), 0, 1.0)
+    why = prompts.history.add_prompt(PlacedPrompt("r", spec, b"r" * 16, keys, NAMESPACE, Timeline(0.0)), 0, 1.0)
     assert why.tokens == {"prompt_logprobs": 100}
 
 

@@ -244,8 +244,8 @@ async def test_off_loopback_the_http_port_asks_for_an_operators_key(tmp_path: Pa
 
         assert await status("/metrics") == 200  # there are no keys yet
         path = tmp_path / "api-keys.json"
-        plain = api_keys.add(path, Identity(name="one", tenant="acme"), "")
-        operator = api_keys.add(path, Identity(name="ops", operator=True), "")
+        plain = api_keys.add_key(path, Identity(name="one", tenant="acme"), "")
+        operator = api_keys.add_key(path, Identity(name="ops", operator=True), "")
         await becomes(lambda: status("/metrics"), 401)
         for page in ("/metrics", "/discovery"):
             assert await status(page) == 401

@@ -93,7 +93,7 @@ def test_tenants_that_owe_nothing_are_forgotten() -> None:
 def test_labels_are_bounded() -> None:
     served = TokensServed(most=2)
     for tenant in "abcda":
-        served.add(tenant, "output", 1)
+        served.add_tokens(tenant, "output", 1)
     assert served.tokens == {("a", "output"): 2, ("b", "output"): 1, (OTHER, "output"): 2}
 
 

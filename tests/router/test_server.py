@@ -74,7 +74,7 @@ ENDLESS = {
 @pytest.mark.parametrize("where", HEADS)
 async def test_what_follows_a_head_is_bounded(tmp_path: Path, quick: None, where: str, what: str) -> None:
     if where == "no key":
-        api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+        api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     start, more = ENDLESS[what]
     async with served(settings_for(tmp_path)) as router:
         before = Memory.of(os.getpid()).anonymous
@@ -100,7 +100,7 @@ async def test_a_body_that_comes_in_drops_holds_a_connection_for_a_bounded_time(
     tmp_path: Path, quick: None, where: str, length: bytes
 ) -> None:
     if where == "no key":
-        api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+        api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     async with served(settings_for(tmp_path)) as router:
         stranger = await Stranger.connect(router.addresses.api)
         await stranger.send(HEADS[where] + HOST + length)

@@ -78,12 +78,12 @@ def test_heartbeats_that_repeat_steps_or_overtake_each_other_teach_them_once() -
 def test_scores_are_of_the_last_predictions_whichever_way_they_were_wrong() -> None:
     scores = PredictionErrors()
     assert scores.summaries() == {}
-    scores.add("ttft", 0.0, 1.0)
-    scores.add("ttft", 1.0, 0.0)
+    scores.add_pair("ttft", 0.0, 1.0)
+    scores.add_pair("ttft", 1.0, 0.0)
     assert scores.summaries() == {}
     for number in range(1_000):
-        scores.add("ttft", 1.0, 2.0 if number % 2 else 0.5)
-        scores.add("step", 1.0, 10.0 if number % 5 == 0 else 1.0)
+        scores.add_pair("ttft", 1.0, 2.0 if number % 2 else 0.5)
+        scores.add_pair("step", 1.0, 10.0 if number % 5 == 0 else 1.0)
     summaries = scores.summaries()
     assert summaries["ttft"].median == summaries["ttft"].p90 == pytest.approx(math.log(2))
     assert (summaries["step"].median, summaries["step"].p90) == (0, pytest.approx(math.log(10)))

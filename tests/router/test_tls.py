@@ -63,7 +63,7 @@ def over_tls(folder: Path, tls: TlsConfig) -> Config:
 
 
 async def test_both_doors_speak_tls_and_nothing_else(tmp_path: Path, tls: TlsConfig) -> None:
-    key = api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    key = api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     trusted = (tmp_path / "ca.pem").read_bytes()
     context = ssl.create_default_context(cadata=trusted.decode())
     credentials = grpc.ssl_channel_credentials(trusted)
@@ -329,7 +329,7 @@ def test_other_machines_need_tls_and_keys_unless_insecure_is_said(tmp_path: Path
         with pytest.raises(StartupError, match="clients need no API key"):
             check_keys(encrypted, KeyRing(path))
         check_keys(msgspec.structs.replace(encrypted, api=ApiConfig(host=host, insecure=True)), KeyRing(path))
-        api_keys.add(path, Identity(name="one", tenant="acme"), "")
+        api_keys.add_key(path, Identity(name="one", tenant="acme"), "")
         check_keys(encrypted, KeyRing(path))
     for host in ("127.0.0.1", "::1", "localhost"):
         check_keys(load(None, {"api.host": host}), KeyRing(None))
@@ -347,7 +347,7 @@ async def test_a_router_opens_to_other_machines_only_with_keys_and_tls(tmp_path:
     with pytest.raises(StartupError, match="clients need no API key"):
         async with served(config):
             pass
-    api_keys.add(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
+    api_keys.add_key(tmp_path / "api-keys.json", Identity(name="one", tenant="acme"), "")
     async with served(config) as router:
         assert router.addresses.api.startswith("0.0.0.0:")
         assert router.addresses.grpc.startswith("0.0.0.0:")

@@ -30,6 +30,6 @@ def test_requests_are_placed_whatever_a_worker_says_of_its_speed(
 
 def test_a_prediction_and_its_outcome_may_be_as_far_apart_as_numbers_are() -> None:
     errors = PredictionErrors()
-    errors.add("ttft", 1e300, 5e-324)
-    errors.add("ttft", 5e-324, 1e300)
+    errors.add_pair("ttft", 1e300, 5e-324)
+    errors.add_pair("ttft", 5e-324, 1e300)
     assert errors.summaries()["ttft"].count == 2

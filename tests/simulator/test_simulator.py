@@ -54,11 +54,11 @@ def test_a_process_sleeps_until_it_is_woken_or_its_time_has_come() -> None:
 
 def test_the_models_can_be_read_and_say_where_they_are_from() -> None:
     for path in timing.MODELS.glob("*.yaml"):
-        model = timing.read(path.stem)
+        model = timing.read_timing(path.stem)
         assert model.about
         assert model.configuration(512, {"router.max_queued": 7}).router.max_queued == 7
     with pytest.raises(ConfigError, match="a800_70b"):
-        timing.read("abacus")
+        timing.read_timing("abacus")
 
 
 def test_layouts() -> None:

@@ -86,7 +86,7 @@ class FakeDisk:
                 ended.append(WriteEnded(page.key, page.slot))
         return DiskResult(orders, ended)
 
-    def read(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
+    def read_pages(self, pages: Sequence[tuple[bytes, int]]) -> DiskResult:
         assert all(key in self._pages for key, _ in pages)
         self._reading.update(key for key, _ in pages)
         return DiskResult([Read(0, key, slot) for key, slot in pages])
@@ -144,7 +144,7 @@ class FakeDisk:
 class DiskMemory(Protocol):
     """The arena, as the disk's threads see it."""
 
-    def read(self, slot: int, checksum: int) -> Any: ...
+    def read_slot(self, slot: int, checksum: int) -> Any: ...
     def write(self, slot: int, contents: Any) -> None: ...
     def matches(self, contents: Any, checksum: int) -> bool: ...
 
@@ -171,7 +171,7 @@ class DiskThreads:
         memory, intact = self._memory, True
         match order:
             case Write(page=page):
-                contents = memory.read(page.slot, page.checksum)
+                contents = memory.read_slot(page.slot, page.checksum)
                 intact = memory.matches(contents, page.checksum)
                 if ok and intact:
                     self.files[page.key] = contents

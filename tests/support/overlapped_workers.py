@@ -246,7 +246,7 @@ class OverlappedDevice(Device):
         inward = isinstance(copies[0], CopyIn)
         contents: dict[tuple[int, int], int] = {}
         for copy in copies:
-            page = arena.read(copy.slot, 0) if inward else self.pages[copy.page]
+            page = arena.read_slot(copy.slot, 0) if inward else self.pages[copy.page]
             contents |= {(copy.page, position): digest for position, digest in enumerate(page)}
 
         def do() -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from safetensors.torch import load_file, save_file
 
 from baton.errors import UnsupportedModel
-from engine.checkpoint.formats import read
+from engine.checkpoint.formats import read_matrix
 from engine.models.config import load_spec
 from engine.models.quantize import quantize
 from engine.models.weights import matrices
@@ -72,7 +72,7 @@ def test_what_baton_quantize_writes(group: int, tmp_path: Path):
     meant = load_file(plain / "model.safetensors")
     spec, packed = load_spec(tmp_path / "int4"), load_file(tmp_path / "int4" / "model.safetensors")
     for _, name, shape in matrices(spec):
-        groups = read(spec.stored, name, shape, lambda part, *_: packed[part])
+        groups = read_matrix(spec.stored, name, shape, lambda part, *_: packed[part])
         meant[f"{name}.weight"] = groups.dense()
     save_file(meant, plain / "model.safetensors", {"format": "pt"})
     runner = load(tmp_path / "int4", "float16")

@@ -53,7 +53,7 @@ def format_of(spec: WeightSpec, name: str) -> WeightFormat:
     return _METHODS[spec.method][1](spec)
 
 
-def read(spec: WeightSpec, name: str, shape: Shape, take: Take) -> Matrix:
+def read_matrix(spec: WeightSpec, name: str, shape: Shape, take: Take) -> Matrix:
     """Return the matrix `name`. Raises CorruptWeights, naming a tensor, and UnsupportedModel for a shape that the
     format can't hold."""
     matrix = format_of(spec, name).read_matrix(name, shape, take)

@@ -13,7 +13,7 @@ _QUERY_SCALAR = 256.0
 _PATTERN = 6  # every sixth layer sees everything
 
 
-def read(config: ConfigFile) -> ModelSpec:
+def read_model(config: ConfigFile) -> ModelSpec:
     config.require("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
     config.require("use_bidirectional_attention", False, False)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -63,7 +63,7 @@ def _ropes(config: ConfigFile, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
 GEMMA3 = Family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    read,
+    read_model,
     TensorNames(
         norms={
             "input_norm": "input_layernorm",

@@ -5,7 +5,7 @@ from engine.models.families.family import Family
 from engine.spec import ModelSpec
 
 
-def read(config: ConfigFile) -> ModelSpec:
+def read_model(config: ConfigFile) -> ModelSpec:
     config.require("hidden_act", "silu", "silu")
     head_dim = config.head_dim()
     bias = config.flag("attention_bias")
@@ -19,4 +19,4 @@ def read(config: ConfigFile) -> ModelSpec:
     )
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", read)
+LLAMA = Family("llama", "LlamaForCausalLM", read_model)

@@ -5,7 +5,7 @@ from engine.models.families.family import Family, TensorNames
 from engine.spec import ExpertsSpec, ModelSpec
 
 
-def read(config: ConfigFile) -> ModelSpec:
+def read_model(config: ConfigFile) -> ModelSpec:
     config.require("hidden_act", "silu", "silu")
     head_dim = config.head_dim()
     experts = ExpertsSpec(
@@ -22,7 +22,7 @@ def read(config: ConfigFile) -> ModelSpec:
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
-    read,
+    read_model,
     TensorNames(
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts.{}", expert_products=("w1", "w3", "w2")
     ),

@@ -8,7 +8,7 @@ from engine.models.families.family import Family, TensorNames
 from engine.spec import ModelSpec
 
 
-def read(config: ConfigFile) -> ModelSpec:
+def read_model(config: ConfigFile) -> ModelSpec:
     config.require("hidden_act", "silu", "silu")
     head_dim = config.head_dim()
     layers = config.layers(_long(config).rope(head_dim), config.window_everywhere())
@@ -25,7 +25,7 @@ def _long(config: ConfigFile) -> ConfigFile:
 PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
-    read,
+    read_model,
     TensorNames(
         {
             ("q", "k", "v"): "self_attn.qkv_proj",

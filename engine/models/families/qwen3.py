@@ -5,7 +5,7 @@ from engine.models.families.family import Family
 from engine.spec import ModelSpec
 
 
-def read(config: ConfigFile) -> ModelSpec:
+def read_model(config: ConfigFile) -> ModelSpec:
     config.require("hidden_act", "silu", "silu")
     head_dim = config.head_dim(128)
     layers = config.layers(config.rope(head_dim), config.qwen_windows())
@@ -13,4 +13,4 @@ def read(config: ConfigFile) -> ModelSpec:
     return config.model("qwen3", layers, head_dim=head_dim, qk_norm=True, qkv_bias=bias, output_bias=bias)
 
 
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_model)

@@ -9,7 +9,7 @@ from engine.models.families.family import Family, TensorNames
 from engine.spec import ExpertsSpec, ModelSpec
 
 
-def read(config: ConfigFile) -> ModelSpec:
+def read_model(config: ConfigFile) -> ModelSpec:
     config.require("hidden_act", "silu", "silu")
     head_dim = config.head_dim()
     experts = ExpertsSpec(
@@ -43,4 +43,6 @@ def _dense_layers(config: ConfigFile) -> list[int]:
     return named
 
 
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read, TensorNames(router="mlp.gate", experts="mlp.experts.{}"))
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", read_model, TensorNames(router="mlp.gate", experts="mlp.experts.{}")
+)

@@ -80,7 +80,7 @@ class _Past:
         self.kv = none  # [places, 2 · kv_heads, head_dim]
         self.rows: list[_Row] = []
 
-    def add(self, kv: torch.Tensor) -> None:
+    def add_kv(self, kv: torch.Tensor) -> None:
         self.kv = torch.cat((self.kv, kv))[-WINDOW:]
         del self.rows[:-1]
 
@@ -146,7 +146,7 @@ class Eagle:
             counts = [max(0, len(past.rows) - 1) for past in pasts]
             for past, end, count in zip(pasts, accumulate(counts), counts, strict=True):
                 if count:
-                    past.add(kv[end - count : end])
+                    past.add_kv(kv[end - count : end])
         places, more = max(len(past.kv) for past in pasts), self.spec.count
         kv = self._none.new_zeros((len(rows), places + more, *self._none.shape[1:]))
         known = torch.zeros((len(rows), places + more), dtype=torch.bool)

@@ -192,7 +192,7 @@ class HttpApi:
     async def _completions(self, request: Request) -> Response:
         received = self._service.clock.now()
         work = partial(self._completion_of, caller.get().tenant)
-        service, fields, most, prompts, echo = await self._bodies.read(request, CompletionRequest, work)
+        service, fields, most, prompts, echo = await self._bodies.read_body(request, CompletionRequest, work)
         scored = fields.prompt_logprobs
         if fields.echo and scored is None:
             scored = fields.logprobs
@@ -230,7 +230,7 @@ class HttpApi:
     async def _count_tokens(self, request: Request) -> Response:
         repairs: Repairs = request.scope["state"]["repairs"]
         work = partial(self._chat_of, chat_of_messages, repairs)
-        _, chat = await self._bodies.read(request, CountTokensRequest, work)
+        _, chat = await self._bodies.read_body(request, CountTokensRequest, work)
         return json_response(MessageTokensCount(len((await chat.prompts.of_chat(chat.order, repairs)).tokens)))
 
     def _chat_of(
@@ -255,7 +255,7 @@ class HttpApi:
     ) -> Response:  # fmt: skip
         received = self._service.clock.now()
         repairs: Repairs = request.scope["state"]["repairs"]
-        body, chat = await self._bodies.read(request, kind, partial(self._chat_of, converted, repairs))
+        body, chat = await self._bodies.read_body(request, kind, partial(self._chat_of, converted, repairs))
         plan, service = chat.plan, chat.prompts.service
         model = service.model
         prompt = await chat.prompts.of_chat(chat.order, repairs)
@@ -360,7 +360,8 @@ class HttpApi:
 
     async def _tokenize(self, request: Request) -> Response:
         repairs: Repairs = request.scope["state"]["repairs"]
-        builder, fields, prompt = await self._bodies.read(request, TokenizeRequest, partial(self._prompt_of, repairs))
+        work = partial(self._prompt_of, repairs)
+        builder, fields, prompt = await self._bodies.read_body(request, TokenizeRequest, work)
         tokens = (await builder.of_chat(prompt, repairs)).tokens if isinstance(prompt, ChatOrder) else prompt
         strings, model = None, builder.service.model
         if fields.return_token_strs:
@@ -387,7 +388,7 @@ class HttpApi:
 
     async def _detokenize(self, request: Request) -> Response:
         return json_response(
-            openapi.DetokenizedText(await self._bodies.read(request, DetokenizeRequest, self._text_of))
+            openapi.DetokenizedText(await self._bodies.read_body(request, DetokenizeRequest, self._text_of))
         )
 
     def _text_of(self, fields: DetokenizeRequest) -> str:
@@ -405,7 +406,7 @@ class HttpApi:
                 "adapters are changed with an operator's API key (`baton keys add NAME --operator`), or with "
                 "`baton adapters` on this machine"
             )
-        call = await self._bodies.read(request, kind, lambda call: call)
+        call = await self._bodies.read_body(request, kind, lambda call: call)
         try:
             async with asyncio.timeout(ADAPTER_SECONDS):
                 await self._calls.answer(call, alone=True)

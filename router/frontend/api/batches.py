@@ -169,7 +169,7 @@ class BatchRoutes:
     # --- batches -----------------------------------------------------------------------------------------------------
 
     async def _create(self, request: Request) -> Response:
-        order = await self._bodies.read(request, CreateBatch, _checked)
+        order = await self._bodies.read_body(request, CreateBatch, _checked)
         create = partial(self._mine().create, caller.get().name, order.endpoint, order.input_file_id, order.metadata)
         new = await asyncio.to_thread(create)
         self._news.set()

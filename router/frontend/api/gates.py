@@ -226,7 +226,7 @@ class BodyReader:
         self._apart = service.apart
         self._bytes = 0
 
-    async def read(self, request: Request, kind: type[T], work: Callable[[T], R]) -> R:
+    async def read_body(self, request: Request, kind: type[T], work: Callable[[T], R]) -> R:
         """Read and decode a body, and return what the work makes of it. Work on a large body holds no other request up.
         Raises BatonError."""
         with self._reading() as count:

@@ -156,7 +156,7 @@ class OperatorServer:
     ) -> api.OperatorCall[Any] | events.PinPrefix:
         if request.method == "POST":
             request.scope.setdefault("state", {}).update(headers=request.headers, repairs=Repairs(setting=False))
-            return await self._bodies.read(
+            return await self._bodies.read_body(
                 request, kind, lambda call: checked(call, self._calls.serving(call).model, self._clock.now())
             )
         try:

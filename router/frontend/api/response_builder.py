@@ -107,7 +107,7 @@ class Choice:
         assert self.parser is not None
         return self.parser
 
-    def take(self, piece: Output) -> None:
+    def add_piece(self, piece: Output) -> None:
         if self.parser is not None:
             self.parser.feed(piece.text)
         self.text.append(piece.text)
@@ -209,8 +209,8 @@ class ResponseBuilder:
         """Yield the chunks before all output."""
         yield from ()
 
-    def take(self, choice: Choice, piece: Output) -> None:
-        choice.take(Output(prompt_logprobs=piece.prompt_logprobs) if self.options.prompt_only else piece)
+    def add_piece(self, choice: Choice, piece: Output) -> None:
+        choice.add_piece(Output(prompt_logprobs=piece.prompt_logprobs) if self.options.prompt_only else piece)
 
     def output(self, choice: Choice, piece: Output) -> Sequence[bytes]:
         """Return events with new output; none if there is nothing that the client would see."""

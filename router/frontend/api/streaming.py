@@ -137,7 +137,7 @@ class WholeResponse(_GeneratedResponse):
                 async for index, news in outputs:
                     choice = self.builder.choices[index]
                     if isinstance(news, Output):
-                        self.builder.take(choice, news)
+                        self.builder.add_piece(choice, news)
                     else:
                         self._end(choice, news)
                         choice.finish()

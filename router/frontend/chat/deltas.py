@@ -75,7 +75,7 @@ class ChatOutput(Struct):
     items: list[Item] = []
     calls: list[ToolCall] = []
 
-    def take(self, delta: ChatDelta) -> Item:
+    def add_delta(self, delta: ChatDelta) -> Item:
         """Add a delta. Returns the item that it belongs to: the last one."""
         match delta:
             case Content() | Reasoning():
@@ -139,7 +139,7 @@ class ItemStream:
 
     def steps(self, deltas: Iterable[ChatDelta]) -> Iterator[ItemStep]:
         for delta in deltas:
-            item = self._output.take(delta)
+            item = self._output.add_delta(delta)
             if item is not self._open:
                 yield from self.end()
                 self._open, self._number = item, len(self._output.items) - 1

@@ -324,7 +324,7 @@ class ChatFormat:
         reader = StreamParser(machine, start, out, tools or {})
         if self._template and machine in self._machines:
             reader.feed(self._template.begun(prompt))
-            out.take()
+            out.take_deltas()
         return ChatParser(
             reader, out, show_reasoning=show_reasoning, parallel_calls=parallel_calls, texts=texts, plain=plain,
             rescues=rescues, channels=self.is_harmony,

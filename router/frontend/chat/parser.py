@@ -191,7 +191,7 @@ class DeltaWriter:
     def end_value(self) -> None:
         self.arguments('"' if self._types == _TEXT else _json_of("".join(self._value), self._types))
 
-    def take(self) -> list[ChatDelta]:
+    def take_deltas(self) -> list[ChatDelta]:
         """Return what has come since the last time."""
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -273,7 +273,7 @@ class StreamParser:
         parser = StreamParser(self._machine, "content", out, self._tools)
         parser.feed(draft)
         parser.finish(rescues)
-        deltas = out.take()
+        deltas = out.take_deltas()
         if any(isinstance(delta, CallBegin) for delta in deltas) and rescues():
             self._out.extend(deltas)
             self.rescued = draft.replace(MARK, "")
@@ -562,13 +562,13 @@ class ChatParser:
         return most
 
     def _next_deltas(self, *, last: bool = False) -> Sequence[ChatDelta]:
-        deltas = self._out.take()
+        deltas = self._out.take_deltas()
         if self._filters:
             deltas = list(self._shown(deltas))
         if last:
             deltas += self._rest_of_text()
         for delta in deltas:
-            self.output.take(delta)
+            self.output.add_delta(delta)
         return deltas
 
     def _shown(self, deltas: Iterable[ChatDelta]) -> Iterator[ChatDelta]:

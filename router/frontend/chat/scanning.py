@@ -79,7 +79,7 @@ class _Reader:
         self._pattern = pattern
         self._at = 0
 
-    def read(self) -> list[_Sequence]:
+    def read_sequences(self) -> list[_Sequence]:
         alternatives = self._alternatives()
         if self._at < len(self._pattern):
             raise self._wrong()
@@ -137,7 +137,7 @@ class Patterns:
         wholes: list[str] = []
         for number, pattern in enumerate(patterns):
             alternatives: list[str] = []
-            for sequence in map(_merged, _Reader(pattern).read()):
+            for sequence in map(_merged, _Reader(pattern).read_sequences()):
                 marked = tuple(_marked(atom, special) for atom in sequence)
                 alternatives.append(_expression(marked, len(self._sequences)))
                 self._sequences.append(marked)
@@ -179,14 +179,14 @@ class Patterns:
 def _merged(sequence: _Sequence) -> _Sequence:
     """Return a sequence with one atom for each run of literals."""
 
-    def add(sequence: _Sequence, atom: _Atom) -> _Sequence:
+    def add_atom(sequence: _Sequence, atom: _Atom) -> _Sequence:
         last = sequence[-1] if sequence else None
         if last is None or last.least is not None or atom.least is not None or not last.text or not atom.text:
             return (*sequence, atom)
         return (*sequence[:-1], replace(last, text=last.text + atom.text))
 
     empty: _Sequence = ()
-    return reduce(add, sequence, empty)
+    return reduce(add_atom, sequence, empty)
 
 
 def _marked(atom: _Atom, special: Collection[str]) -> _Atom:

@@ -167,7 +167,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         """Serve an open call, if there is a place for it."""
         with contextlib.ExitStack() as place:
             try:
-                place.enter_context(places.take(context.peer()))
+                place.enter_context(places.hold_place(context.peer()))
             except BatonError as error:
                 await self._refuse(context, error)
             await serve(messages, context)
@@ -279,7 +279,7 @@ class Places:
         self._running = Counter[str]()  # by connection
 
     @contextlib.contextmanager
-    def take(self, peer: str) -> Iterator[None]:
+    def hold_place(self, peer: str) -> Iterator[None]:
         """Hold a place for a client. Raises Overloaded."""
         if self._running.total() >= self._most:
             raise Overloaded(f"{self._most} calls of {self.kind} run at this time, and a router takes no more")
