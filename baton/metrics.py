@@ -22,7 +22,8 @@ from prometheus_client.registry import Collector
 
 from baton.errors import PortInUse
 from baton.hosts import bracketed
-from baton.metrics_server import MetricsServer
+from baton.metrics_server import Answer, MetricsServer
+from baton.ports import listen
 from baton.samples import Sample
 
 
@@ -240,12 +241,12 @@ class Metrics(Collector):
             values |= read()
         return values
 
-    def serve(self, host: str, port: int = 0) -> str:
-        """Serve /metrics on `host`:`port` (0: any free port) from a thread; returns "host:port". Raises PortInUse."""
+    def serve(self, host: str) -> str:
+        """Serve the page on any free port of `host`, from threads; returns "host:port". Raises PortInUse."""
         try:
-            self._server = MetricsServer(host, port, self.page, PAGE_TYPE)
+            self._server = MetricsServer(listen(host), self.answer)
         except OSError as error:
-            raise PortInUse(f"can't serve metrics on {host}:{port}: {error.strerror}") from None
+            raise PortInUse(f"can't serve metrics on {host}: {error.strerror}") from None
         return f"{bracketed(host)}:{self._server.port}"
 
     def text(self) -> bytes:
@@ -258,6 +259,9 @@ class Metrics(Collector):
                 self._page = self.text()
                 self._page_until = time.monotonic() + _PAGE_SECONDS
             return self._page
+
+    def answer(self, _: object) -> Answer:
+        return Answer(self.page(), content_type=PAGE_TYPE)
 
     def close(self) -> None:
         if self._server is not None:

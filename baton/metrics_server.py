@@ -1,39 +1,59 @@
-"""The HTTP server of one page, on threads, for processes whose loop must not serve it.
+"""The HTTP server of every process's metrics port, on threads: the process's loop serves no stranger.
 
-Any process that reaches the port may connect. So the connections at a time, their threads, their lifetimes and their
-rate are all bounded. Over the limit the oldest connection is closed. So strangers that hold every connection keep no
-scraper out, and each connection lasts for 160 ms at least, even if they connect as fast as is accepted.
+Any process that reaches the port may connect. So the connections at a time, their heads, their lifetimes, their rate
+and the threads are all bounded, and each carries one request. Over the limit the oldest connection is closed, first of
+those that have sent no request. So strangers that hold every connection keep no scraper out, and each connection lasts
+for 160 ms at least, even if they connect as fast as is accepted.
 """
 
 import contextlib
+import http.client
 import http.server
+import io
 import logging
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.hosts import host_of_header, is_loopback, names_this_machine
 from baton.logs import RateLimitedLog
 from baton.unix import NO_DESCRIPTORS
 
-log = RateLimitedLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
+of_strangers = RateLimitedLog(log)
 
-MAX_CONNECTIONS = 32  # at a time, and so many threads
+MAX_CONNECTIONS = 32  # at a time
 DEADLINE = 5.0  # seconds from the start of a connection to its end, however it is used
+_MAX_THREADS = 2 * MAX_CONNECTIONS  # those of connections that were closed may still make their answer
+_MAX_HEAD = 16_384  # bytes
 _POLL = 0.5  # seconds between two looks for connections past their deadline
 _PAUSE = 0.005  # seconds between two connections: at most 200 a second, so a flood takes little of the process's core
 _NO_DESCRIPTORS_PAUSE = 0.5  # seconds without accepting, after the process had no descriptor left
 
 
-class MetricsServer:
-    """Serves `page` at every path from threads of its own until `close`."""
+@dataclass(frozen=True)
+class Answer:
+    """What a request gets."""
 
-    def __init__(self, host: str, port: int, page: Callable[[], bytes], content_type: str) -> None:
-        """Listen on `host`:`port` (0: any free port). Raises OSError."""
-        self._server = _Server(host, port, page, content_type)
+    body: bytes
+    status: int = 200
+    content_type: str = "text/plain; charset=utf-8"
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])  # further ones
+
+
+Answerer = Callable[[http.server.BaseHTTPRequestHandler], Answer]
+
+
+class MetricsServer:
+    """Answers each GET by `answer`, on a thread of its own, until `close`."""
+
+    def __init__(self, listener: socket.socket, answer: Answerer) -> None:
+        """`listener` listens already, and is closed with the server."""
+        self._server = _Server(listener, answer)
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL,), name="metrics", daemon=True)
         self._thread.start()
@@ -45,31 +65,53 @@ class MetricsServer:
 
     def close(self) -> None:
         """End every connection and stop listening."""
+        self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """One request; HTTP/1.0, so the connection ends with it."""
+    """One request; HTTP/1.0, so the connection ends with it. The server bounds all its waits together."""
 
-    timeout = DEADLINE  # of one read or write; the server bounds their sum
+    default_request_version = "HTTP/1.0"  # so every answer has a status line
+    rbufsize = 0  # `_Head` buffers
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Head(self.rfile)
 
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, _Server)
-        if server.loopback and not names_this_machine(host_of_header(self.headers.get("Host", ""))):
-            self.send_error(403, "Host is no name of this machine")  # a web page whose name points to loopback
-            return
-        body = server.page()
-        self.send_response(200)
-        self.send_header("Content-Type", server.content_type)
-        self.send_header("Content-Length", str(len(body)))
+        answer = server.answer_of(self)
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        for name, text in answer.headers.items():
+            self.send_header(name, text)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command == "GET":
+            self.wfile.write(answer.body)
+
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
 
     def log_message(self, format: str, *args: object) -> None:
         """A stranger's requests write no lines."""
+
+
+class _Head(io.BufferedReader):
+    """What a connection sends, up to the limit of a head."""
+
+    _left = _MAX_HEAD
+
+    def readline(self, size: int | None = None) -> bytes:
+        """Raises HTTPException at the limit, which the handler answers with 431."""
+        if not self._left:
+            raise http.client.HTTPException(f"a head has at most {_MAX_HEAD} bytes")
+        line = super().readline(self._left)  # what asks takes more than that
+        self._left -= len(line)
+        return line
 
 
 class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
@@ -77,17 +119,31 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     block_on_close = False  # threads end when their connections do
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int, page: Callable[[], bytes], content_type: str) -> None:
-        self.page, self.content_type = page, content_type
-        self.loopback = is_loopback(host)
+    def __init__(self, listener: socket.socket, answer: Answerer) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.server_activate()  # with a queue of our own
+        self.loopback = is_loopback(listener.getsockname()[0])
         self.deadlines: dict[socket.socket, float] = {}  # of each open connection, by the monotonic clock
+        self._answer = answer
+        self._with_request: set[socket.socket] = set()  # connections whose request has come
+        self._with_thread: set[socket.socket] = set()  # connections that have a thread
         self._lock = threading.Lock()
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
 
-    def server_bind(self) -> None:
-        """Bind without looking up the host's name, as HTTPServer does: that may take seconds."""
-        socketserver.TCPServer.server_bind(self)
+    def answer_of(self, request: http.server.BaseHTTPRequestHandler) -> Answer:
+        with self._lock:
+            self._with_request.add(request.connection)
+        if self.loopback and not names_this_machine(host_of_header(request.headers.get("Host", ""))):
+            # a web page whose name points to loopback (DNS rebinding) could read the answer
+            reason = "Host is no name of this machine; use localhost or 127.0.0.1"
+            of_strangers.warning("refused %s of %s: %s", request.path, request.client_address[0], reason)
+            return Answer(f"{reason}\n".encode(), 403)
+        try:
+            return self._answer(request)
+        except Exception:
+            log.exception("failed to answer %s", request.path)
+            return Answer(b"failed in this process; its log has the error\n", 500)
 
     def get_request(self) -> tuple[socket.socket, Any]:
         time.sleep(_PAUSE)
@@ -95,17 +151,19 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
             return super().get_request()
         except OSError as error:
             if error.errno in NO_DESCRIPTORS:
-                log.warning("no connection is accepted for %.1f s: %s", _NO_DESCRIPTORS_PAUSE, error.strerror)
+                of_strangers.warning("no connection is accepted for %.1f s: %s", _NO_DESCRIPTORS_PAUSE, error.strerror)
                 time.sleep(_NO_DESCRIPTORS_PAUSE)  # the listener stays readable: without a pause this is a busy loop
             raise  # the caller goes on
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Make room for one more."""
         with self._lock:
+            if len(self._with_thread) >= _MAX_THREADS:
+                return False
             if len(self.deadlines) >= MAX_CONNECTIONS:
-                oldest = next(iter(self.deadlines))
-                del self.deadlines[oldest]
-                self._end([oldest])
+                silent = (each for each in self.deadlines if each not in self._with_request)
+                self._end([next(silent, next(iter(self.deadlines)))])
+            self._with_thread.add(request)
             self.deadlines[request] = time.monotonic() + DEADLINE
             return True
 
@@ -113,12 +171,13 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         """End connections past their deadline. The server calls this after every connection and twice a second."""
         now = time.monotonic()
         with self._lock:
-            late = [connection for connection, deadline in self.deadlines.items() if now >= deadline]
-            self._end(late)
+            self._end([connection for connection, deadline in self.deadlines.items() if now >= deadline])
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self.deadlines.pop(request, None)
+            self._with_request.discard(request)
+            self._with_thread.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -132,5 +191,6 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     def _end(self, connections: list[socket.socket]) -> None:
         """Their threads read the end of the stream, or fail to write, and close them."""
         for connection in connections:
+            del self.deadlines[connection]
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

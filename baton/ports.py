@@ -98,13 +98,13 @@ class FixedPort:
     async def listener(self) -> socket.socket:
         """Return a socket that listens there, once the port can be had. Raises what `waits` raises."""
 
-        async def listen() -> socket.socket:
+        async def listening() -> socket.socket:
             try:
-                return _listen(self.host, self.port, shared=bool(self.partners))
+                return listen(self.host, self.port, shared=bool(self.partners))
             except OSError as error:
                 raise PortInUse(f"can't listen on {self} ({self.setting}): {error.strerror}") from None
 
-        return await self.claim(listen)
+        return await self.claim(listening)
 
     def _free(self) -> bool:
         """Whether it can be bound now. Raises StartupError where that is not a question of time."""
@@ -162,7 +162,8 @@ class _Holder:
         return f"end it, or keep outgoing connections off: sysctl -w net.ipv4.ip_local_reserved_ports={port}"
 
 
-def _listen(host: str, port: int, *, shared: bool) -> socket.socket:
+def listen(host: str, port: int = 0, *, shared: bool = False) -> socket.socket:
+    """Return a socket that listens there (port 0: any free one). Raises OSError."""
     listener = _bound(host, port, shared=shared)
     listener.listen(BACKLOG)
     listener.setblocking(False)

@@ -32,6 +32,7 @@ from baton.errors import BatonError, MalformedMessage, StartupError
 from baton.logs import RateLimitedLog
 from baton.messages import Message, Peer
 from baton.metrics import Metrics
+from baton.metrics_server import MetricsServer
 from baton.monotonic_clock import MonotonicClock
 from baton.operator_address import operator_of_router
 from baton.ports import FixedPort, RouterPorts
@@ -47,8 +48,8 @@ from router.frontend.api.server import ApiServer
 from router.frontend.cascade import Cascade
 from router.frontend.generation import GenerationService
 from router.frontend.grpc_api.grpc_server import ClientServer
-from router.frontend.http_server import HttpServer
 from router.frontend.identity import Gatekeeper
+from router.frontend.metrics_port import MetricsPort
 from router.frontend.off_loop import TokenizerThreads
 from router.frontend.router_driver import RouterDriver
 from router.frontend.served_model import load
@@ -102,9 +103,10 @@ async def serve(
         keys = KeyRing(config.api_keys_path, required=config.api.require_keys, operator_key=operator_key())
         check_keys(config, keys)
         gate, tls = Gatekeeper(keys), server_tls(config.tls)
-        http = HttpServer(drivers, gate)
-        cleanup.push_async_callback(http.stop)
-        http_address = await http.start(await ports.http.listener(), router.host)
+        answers = MetricsPort(drivers, gate, loopback=hosts.is_loopback(router.host))
+        http = MetricsServer(await ports.http.listener(), answers.answer)
+        cleanup.push_async_callback(asyncio.to_thread, http.close)
+        http_address = f"{hosts.bracketed(router.host)}:{http.port}"
         tokenizing = TokenizerThreads()
         cleanup.callback(tokenizing.close)
         beside = [GenerationService(each, clock, tokenizing, tracer=tracer) for each in further]
@@ -126,7 +128,8 @@ async def serve(
         cleanup.callback(door.close)
         api_address = f"{hosts.bracketed(config.api.host)}:{door.getsockname()[1]}"
         batches = BatchStore(folder, config.api.batch_bytes) if (folder := config.batch_folder) else None
-        routes = HttpApi(service, http.page, gate, calls, config.api, batches=batches)
+        page = partial(asyncio.to_thread, driver.metrics.page)
+        routes = HttpApi(service, page, gate, calls, config.api, batches=batches)
         cleanup.push_async_callback(routes.close)
         api = ApiServer(routes.app, router.max_concurrent_rpcs, tls)
         cleanup.push_async_callback(api.stop)

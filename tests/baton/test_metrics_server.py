@@ -12,7 +12,8 @@ import pytest
 
 from baton import metrics_server
 from baton.metrics import Metrics
-from baton.metrics_server import MAX_CONNECTIONS, MetricsServer
+from baton.metrics_server import MAX_CONNECTIONS, Answer, MetricsServer
+from baton.ports import listen
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ PATIENCE = 60.0
 
 @pytest.fixture
 def server() -> Iterator[MetricsServer]:
-    server = MetricsServer("127.0.0.1", 0, lambda: b"page\n", "text/plain")
+    server = MetricsServer(listen("127.0.0.1"), lambda _: Answer(b"page\n"))
     yield server
     server.close()
 
@@ -60,6 +61,49 @@ def test_the_oldest_connections_give_way(server: MetricsServer, monkeypatch: pyt
         assert ended(idle[len(more)])
         assert server.connections <= MAX_CONNECTIONS
         eventually(lambda: threads() <= MAX_CONNECTIONS, "the threads of those that were closed have ended")
+
+
+def test_those_that_asked_give_way_last_and_threads_are_bounded() -> None:
+    begun, go = threading.Semaphore(0), threading.Event()
+
+    def answer(_: object) -> Answer:
+        begun.release()
+        assert go.wait(PATIENCE)
+        return Answer(b"page\n")
+
+    server = MetricsServer(listen("127.0.0.1"), answer)
+    with ExitStack() as stack:
+        stack.callback(server.close)
+
+        def ask() -> socket.socket:
+            asking = stack.enter_context(connect(server))
+            asking.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert begun.acquire(timeout=PATIENCE)
+            return asking
+
+        first = ask()
+        silent = [stack.enter_context(connect(server)) for _ in range(MAX_CONNECTIONS + 1)]
+        assert all(ended(each) for each in silent[:2])
+        clients = [ask() for _ in range(2 * MAX_CONNECTIONS - 1)]
+        assert ended(first)
+        assert ended(clients[0])
+        assert threads() == 2 * MAX_CONNECTIONS
+        with connect(server) as refused:
+            assert ended(refused)
+        go.set()
+        assert clients[-1].recv(100).startswith(b"HTTP/1.0 200 ")
+        eventually(lambda: threads() <= MAX_CONNECTIONS, "the threads of those that were closed have ended")
+
+
+def test_a_head_is_bounded(server: MetricsServer) -> None:
+    for head in (
+        b"GET /" + b"x" * 16_384,
+        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 101,
+        b"GET / HTTP/1.1\r\nX: " + b"y" * 16_384,
+    ):
+        with connect(server) as connection:
+            connection.sendall(head)
+            assert connection.recv(65_536).split()[1] == b"431"
 
 
 def test_a_name_that_another_site_may_own_gets_no_page(server: MetricsServer) -> None:
@@ -140,8 +184,9 @@ def test_a_page_is_rendered_twice_a_second_at_most(monkeypatch: pytest.MonkeyPat
 
 WITHOUT_DESCRIPTORS = """
 import os, resource, socket, time, urllib.request
-from baton.metrics_server import MetricsServer
-server = MetricsServer("127.0.0.1", 0, lambda: b"page", "text/plain")
+from baton.metrics_server import Answer, MetricsServer
+from baton.ports import listen
+server = MetricsServer(listen("127.0.0.1"), lambda _: Answer(b"page"))
 address = ("127.0.0.1", server.port)
 clients = [socket.socket() for _ in range(3)]
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

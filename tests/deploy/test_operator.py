@@ -11,8 +11,9 @@ from baton.addresses import ServiceAddresses, operator_target
 from baton.client import Client
 from baton.config import load
 from baton.errors import PortInUse, StartupError
-from baton.metrics_server import MetricsServer
+from baton.metrics_server import Answer, MetricsServer
 from baton.operator_address import parse_operator
+from baton.ports import listen
 from deploy.commands import running_cluster
 from deploy.control_plane import preflight, state_file
 from deploy.control_plane.reports import OVERVIEW_FILE, ClusterOverview
@@ -85,12 +86,17 @@ def test_a_local_cluster_keeps_it_below_its_own_folder_where_the_path_fits(tmp_p
 def test_a_router_counts_as_alive_while_its_metrics_port_answers():
     """Its socket for the operator may have been removed a moment ago, and its streams go on. The port for clients
     proves nothing: another router may answer there."""
-    page = MetricsServer("127.0.0.1", 0, lambda: b"", "text/plain")
+    status = [503]
+    page = MetricsServer(listen("127.0.0.1"), lambda _: Answer(b"", status[0]))
     supervisor = Supervisor.__new__(Supervisor)
     router = ServiceAddresses("127.0.0.1:1", "", f"127.0.0.1:{page.port}", "unix:/nowhere/router.sock")
     supervisor._desired = DesiredCluster(load(), ClusterScale(1, 1), "", {"router": router})
     with Client(operator=router.operator) as client:
         supervisor._clients = {"router": client}
+        assert supervisor._ask_router("router") == "alive"
+        status[0] = 504  # its loop stands still
+        assert supervisor._ask_router("router") is None
+        status[0] = 200
         assert supervisor._ask_router("router") == "alive"
         page.close()
         assert supervisor._ask_router("router") is None

@@ -3,12 +3,15 @@
 import asyncio
 import threading
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import aiohttp
 import pytest
 
+from baton import metrics_server
 from baton.metrics import Metrics
-from router.frontend import http_server
+from router.frontend import metrics_port
 from tests.router.served import Served, served, settings_for
 
 PATIENCE = 60.0
@@ -36,20 +39,20 @@ async def scrape(router: Served) -> str:
 async def test_the_oldest_connections_give_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_server, "DEADLINE", PATIENCE)
+    monkeypatch.setattr(metrics_server, "DEADLINE", PATIENCE)
     async with served(settings_for(tmp_path)) as router:
-        idle = [await connect(router) for _ in range(2 * http_server.MAX_CONNECTIONS)]
-        for reader, _ in idle[: http_server.MAX_CONNECTIONS]:
+        idle = [await connect(router) for _ in range(2 * metrics_server.MAX_CONNECTIONS)]
+        for reader, _ in idle[: metrics_server.MAX_CONNECTIONS]:
             assert await ended(reader)
         await scrape(router)
-        assert await ended(idle[http_server.MAX_CONNECTIONS][0])
+        assert await ended(idle[metrics_server.MAX_CONNECTIONS][0])
         for _, writer in idle:
             writer.close()
-    assert not [record for record in caplog.records if record.name in ("asyncio", "aiohttp.server")]
+    assert not [record for record in caplog.records if record.name in ("asyncio", "baton.metrics_server")]
 
 
 async def test_idle_and_slow_connections_end_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "DEADLINE", 0.5)
+    monkeypatch.setattr(metrics_server, "DEADLINE", 0.5)
     async with served(settings_for(tmp_path)) as router:
         idle, idle_writer = await connect(router)
         slow, slow_writer = await connect(router)
@@ -75,9 +78,9 @@ async def test_a_connection_carries_one_request_and_rubbish_none(
     async with served(settings_for(tmp_path)) as router:
         for sent, expected in (
             (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50, b" 503 "),
-            (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 405 "),
+            (b"POST /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n", b" 501 "),
             (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 404 "),
-            (b"GET /" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 400 "),
+            (b"GET /" + b"x" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b" 431 "),
             (b"\xff\xfe\r\n\r\n", b" 400 "),
         ):
             reader, writer = await connect(router)
@@ -103,6 +106,19 @@ async def test_an_error_of_ours_is_logged_and_answered(
     ):
         assert answer.status == 500
     assert "a mistake of ours" in caplog.text
+
+
+async def test_a_loop_that_stands_still_is_told_apart_from_a_router_that_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_port, "_PATIENCE", 0.1)
+    async with served(settings_for(tmp_path)) as router:
+        url = f"http://{router.addresses.http}"
+        with urlopen(f"{url}/metrics", timeout=PATIENCE) as answer:  # noqa: ASYNC210 - the loop stands still meanwhile
+            assert b"baton_loop_age_seconds" in answer.read()
+        for page in ("/healthz", "/discovery"):
+            with pytest.raises(HTTPError, match="504"):
+                urlopen(f"{url}{page}", timeout=PATIENCE)  # noqa: ASYNC210 - as above
 
 
 async def test_a_flood_of_scrapes_renders_twice_a_second_at_most(
