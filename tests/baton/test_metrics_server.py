@@ -63,7 +63,8 @@ def test_the_oldest_connections_give_way(server: MetricsServer, monkeypatch: pyt
         eventually(lambda: threads() <= MAX_CONNECTIONS, "the threads of those that were closed have ended")
 
 
-def test_those_that_asked_give_way_last_and_threads_are_bounded() -> None:
+def test_those_that_asked_give_way_last_and_threads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "DEADLINE", 2 * PATIENCE)  # so that only others make them give way
     begun, go = threading.Semaphore(0), threading.Event()
 
     def answer(_: object) -> Answer:
