@@ -27,7 +27,7 @@ LOWEST_CLASS = 8
 """The priority of requests that fill gaps. No other is less urgent, and none more than its opposite."""
 MAX_NAME = 128  # characters
 MAX_TRACE_STEPS = 10_000
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 MIXED = "mixed"  # as numerics of a namespace: its pages come from several classes of arithmetic
 KEY_BYTES = 16
 TOKEN_BYTES = 4

@@ -54,11 +54,13 @@ class Reserve(LeaseMessage, frozen=True):
 
 class ShareSlots(LeaseMessage, frozen=True):
     """Slots for several processes that each write and read them, until the last of these leases has ended. They are
-    granted as soon as `members` processes have asked for them by one name, and never become pages."""
+    granted as soon as `members` processes have asked for them by one name, and never become pages. The first has a mark
+    for the process at each place, which the store changes when that process dies (`kvstore.arena.shared_slots`)."""
 
     name: msg.Key
     slots: Annotated[int, Meta(ge=1, le=2**20)]
     members: Annotated[int, Meta(ge=2, le=msg.MAX_RING)]
+    place: Annotated[int, Meta(ge=0, le=msg.MAX_RING - 1)]
 
 
 class Reserved(LeaseMessage, frozen=True):

@@ -54,7 +54,8 @@ from engine.sampling.mask_threads import MasksUnderWay, MaskThreads
 from engine.sampling.sampler import SCORED_AT_ONCE, sampler_for
 from engine.spec import QUANTIZED_AT_LOAD, ModelSpec
 from engine.step.batch import Batch, Chunk, Floats, HiddenRow, Sampled, TokenDraw, flatten
-from engine.step.ring import LEFT, MARK_BYTES, LeaveRing, RingBroken
+from engine.step.ring import RingBroken
+from kvstore.arena.shared_slots import MARK_BYTES, LeaveRing
 from kvstore.layout import CODES, PageLayout
 from kvstore.window_groups import NO_GROUPS
 
@@ -350,13 +351,13 @@ class Engine:
         with self.tracer.span("layers in a ring", "engine"):
             self._native.run(batch, ring=described)
         if described.broken:
-            raise RingBroken(f"chunk {ring.number - 1} of {ring.plan.count} did not come within {ring.patience:.2f} s")
+            before = f"chunk {ring.number - 1} of {ring.plan.count}"
+            raise RingBroken(f"{before} did not come within {ring.patience:.2f} s, or its worker has left")
         return StepOutput([None], {})
 
     def leave_ring(self, left: LeaveRing) -> None:
         if self._mover is not None and self._mover.arena is not None:
-            mark = np.frombuffer(self._mover.arena.slot(left.header), np.int64)[left.place * MARK_BYTES // 8 :]
-            mark[1], mark[0] = LEFT, left.name
+            left.mark(self._mover.arena.slot(left.header))
 
     def _draw(
         self,

@@ -23,8 +23,8 @@ from msgspec import Struct
 from baton.messages import AdapterCard, PromptTokenLogprob
 from baton.trace import Tracer
 from engine.step.batch import Chunk, Sampled
-from engine.step.ring import LeaveRing
 from kvstore.arena.memory import Arena
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.transfer import CopiedIn, CopiedOut, Copy
 from kvstore.layout import PageLayout
 from kvstore.window_groups import WindowGroups

@@ -40,6 +40,7 @@ from baton.trace import Tracer, new_mark
 from baton.unix import OutOfDescriptors, UnixListener, UnixSocket, is_pidfd, readable
 from baton.wire import Poller, refused
 from kvstore.arena.memory import Arena, arena_bytes
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.connection import store_address
 from kvstore.disk.index import DiskIndex
 from kvstore.disk.io_threads import DiskTier
@@ -370,6 +371,8 @@ class StoreService:
                 case events.DivideArena(page_bytes=page_bytes, kv_heads=kv_heads):
                     self._arena.divide(page_bytes)
                     self._transport.use(self._arena.view, page_bytes, kv_heads)
+                case LeaveRing(header=header) as left:
+                    left.mark(self._arena.slot(header))
                 case DiskOrder() as order:
                     assert self._disk is not None, "an order for a disk tier that there is not"
                     with self._tracer.span("order to the disk", "copies"):

@@ -21,7 +21,8 @@ from baton.step_cost_model import StepCostModel, pairs
 from baton.store_protocol import ShareSlots
 from engine.step.batch import Chunk
 from engine.step.block_table import BlockTable
-from engine.step.ring import LeaveRing, RingChunk, RingPlan
+from engine.step.ring import RingChunk, RingPlan
+from kvstore.arena.shared_slots import LeaveRing, name_in_marks
 
 JOIN = 0.25  # seconds that a worker waits for the others to come
 _PATIENCE = 6.0  # times what a chunk takes, at most, with its waits
@@ -58,11 +59,12 @@ class Ring:
 
     @property
     def name_in_marks(self) -> int:
-        return int.from_bytes(self.name[:8], "little", signed=True)
+        return name_in_marks(self.name)
 
     def join(self, lease: int, now: float) -> ShareSlots:
         self.lease, self.join_began = lease, now
-        return ShareSlots(lease, self.name, self.plan.slots, self.plan.part.workers)
+        part = self.plan.part
+        return ShareSlots(lease, self.name, self.plan.slots, part.workers, part.place)
 
     def leave(self) -> list[LeaveRing]:
         """Tell the others, if they may wait."""

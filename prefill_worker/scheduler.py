@@ -25,8 +25,8 @@ from engine.step.block_table import BlockTable
 from engine.step.limit import StepLimit
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepLaunched, StepOutOfMemory
 from engine.step.recomputation import NAME, ComparePages, PagesCompared, Recomputation
-from engine.step.ring import LeaveRing
 from engine.step.timing import WorkerStepTimes, sample_of
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.device_block_manager import FEWEST_COPIED, DeviceBlockManager, DuplicatePage
 from kvstore.client.refill import StoreRefill
 from kvstore.client.transfer import (

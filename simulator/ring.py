@@ -14,7 +14,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from math import inf
 
-from engine.step.ring import LeaveRing, RingChunk
+from engine.step.ring import RingChunk
+from kvstore.arena.shared_slots import LeaveRing
 
 
 @dataclass(slots=True)
@@ -75,9 +76,9 @@ class RingMarks:
 
     def leave(self, left: LeaveRing) -> None:
         """A worker leaves its ring. The others wait no longer for it."""
-        if (marks := self._marks.get(left.name)) is not None:
-            marks[left.place] = Mark(-1, inf, inf, left=True)
-            _wake(marks, marks[left.place])
+        marks = self._marks.setdefault(left.name, {})
+        marks[left.place] = Mark(-1, inf, inf, left=True)
+        _wake(marks, marks[left.place])
 
 
 def _wake(marks: dict[int, Mark], changed: Mark) -> None:

@@ -12,6 +12,7 @@ from baton.clock import Tick
 from baton.config import Config
 from baton.router_links import RouterMessage
 from baton.store_protocol import Attach, Attached, StoreHeartbeat, StoreReply
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.transfer import StoreUp
 from kvstore.disk.orders import DiskOrder
 from kvstore.server import events
@@ -143,6 +144,9 @@ class SimulatedStore(StoreShell):
 
     def tell_router(self, message: msg.FromStore, router: str) -> None:
         self._routers.say(message, router)
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        self.ring_marks.leave(left)
 
     def order_disk(self, order: DiskOrder) -> None:
         self._disk.submit(order)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from baton.messages import FromStore
 from baton.store_protocol import StoreReply
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.disk.orders import DiskOrder
 from kvstore.server import events
 from kvstore.server.state import StoreState
@@ -74,6 +75,8 @@ class StoreShell:
                 self.tell_router(message, router)
             case events.DivideArena():
                 self.divide_arena()
+            case LeaveRing():
+                self.leave_ring(command)
             case DiskOrder():
                 self.order_disk(command)
             case order:
@@ -92,6 +95,9 @@ class StoreShell:
 
     def divide_arena(self) -> None:
         """Divide the arena. Most have no bytes to divide."""
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        raise NotImplementedError
 
     def order_disk(self, order: DiskOrder) -> None:
         raise NotImplementedError

@@ -17,7 +17,8 @@ from baton.router_links import RouterMessage
 from baton.store_protocol import LeaseHeartbeat
 from engine.step.batch import Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed
-from engine.step.ring import LeaveRing, RingChunk
+from engine.step.ring import RingChunk
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost
 from kvstore.events.changes import page_runs

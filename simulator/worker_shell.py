@@ -14,7 +14,7 @@ from baton.membership import SendToRouter
 from baton.messages import Message, WorkerRole
 from engine.step.outcome import ScheduledBatch
 from engine.step.recomputation import ComparePages, PagesCompared
-from engine.step.ring import LeaveRing
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut
 from prefill_worker.scheduler import PrefillCommand

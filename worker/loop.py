@@ -39,7 +39,8 @@ from engine.runner import CopyHandle, Runner, StepHandle
 from engine.sampling.grammars import GrammarCompiler
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
 from engine.step.recomputation import ComparePages, PagesCompared
-from engine.step.ring import LeaveRing, RingBroken
+from engine.step.ring import RingBroken
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.connection import StoreClient, store_address
 from kvstore.client.device_block_manager import DeviceBlockManager, DuplicatePage
 from kvstore.client.transfer import CallStore, CopiedIn, CopiedOut, Copy, CopyOut, StoreLost, StoreUp

@@ -2,7 +2,8 @@
 
 A chunk needs, at each layer, K and V of the tokens before it at that layer. So the next chunk may follow one layer
 behind. The processes hand these layers on through slots of their node's store that they share (`ShareSlots`). One slot
-has a mark for each of them, which tells how far it is. The others are a region of one chunk for each of them:
+has a mark for each of them, which tells how far it is (`kvstore.arena.shared_slots`). The others are a region of one
+chunk for each of them:
 
     worker 1   chunk 0 ···───▶ layer by layer ───▶ region 1        chunk 2 ···
     worker 0     chunk 1 ···  (waits for each layer of chunk 0)      chunk 3 ···
@@ -24,23 +25,9 @@ from msgspec import Struct
 
 from baton.messages import RingPart
 
-MARK_BYTES = 64
-"""Of the first slot, for each worker: the name of the ring, and how far the worker is."""
-LEFT = 2**63 - 1
-"""How far a worker is that has left the ring, as a mark tells it."""
-
 
 class RingBroken(Exception):  # ends a step, and no request
     """The chunk before did not come, or its worker has left the ring."""
-
-
-class LeaveRing(Struct, frozen=True):
-    """A scheduler's command: the worker at that place of a ring computes no more chunks. The others wait no longer.
-    `header` is the slot of the marks."""
-
-    header: int
-    place: int
-    name: int
 
 
 class RingPlan(Struct, frozen=True, gc=False):

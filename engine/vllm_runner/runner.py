@@ -36,7 +36,6 @@ from engine.runner import StepResults
 from engine.sampling.mask_threads import MaskThreads
 from engine.step.batch import CHUNK_ALIGNMENT, Chunk, Sampled
 from engine.step.block_table import BlockTable
-from engine.step.ring import LeaveRing
 from engine.vllm_runner import VLLM_VERSION, compiling, messages
 from engine.vllm_runner.adapters import load_adapters
 from engine.vllm_runner.child_environment import child_environment
@@ -46,6 +45,7 @@ from engine.vllm_runner.leftovers import ProcessFolder
 from engine.vllm_runner.mover import VllmMover
 from engine.vllm_runner.process_watch import ProcessWatch
 from engine.vllm_runner.requirements import Installation
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.layout import PageLayout
 from kvstore.window_groups import WindowGroups
 

@@ -8,6 +8,7 @@ from msgspec import Struct
 from baton.clock import Tick
 from baton.messages import FromStore, ToStore
 from baton.store_protocol import StoreCall, StoreReply
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.disk.orders import DiskEvent, DiskOrder
 from kvstore.disk.stats import DiskStats
 from kvstore.server.inbound_transfers import InboundStats
@@ -85,7 +86,7 @@ class DivideArena(Struct, frozen=True):
     kv_heads: int
 
 
-StoreCommand: TypeAlias = SendReply | CloseConnection | TellRouter | DivideArena | PeerOrder | DiskOrder
+StoreCommand: TypeAlias = SendReply | CloseConnection | TellRouter | DivideArena | LeaveRing | PeerOrder | DiskOrder
 
 # --- statistics -------------------------------------------------------------------------------------------------------
 

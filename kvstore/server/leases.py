@@ -37,6 +37,7 @@ class Lease(PageWaiter):
     sealed: set[int] = field(default_factory=set[int])  # indices that its owner has sealed
     holds: dict[int, HostPage] = field(default_factory=dict[int, HostPage])
     shared: SharedSlots | None = None
+    place: int = 0  # of its owner's mark in these
 
     def sources_of(self, index: int) -> tuple[PageSource, ...]:
         """Other stores that are believed to have that page, or to be about to."""

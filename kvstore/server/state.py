@@ -36,6 +36,7 @@ from baton.config import StoreConfig
 from baton.errors import Incompatible, MalformedMessage, ProtocolError
 from baton.waits import WaitEdge
 from kvstore.arena.host_page_pool import HostPage, HostPagePool
+from kvstore.arena.shared_slots import MARK_BYTES, LeaveRing, name_in_marks
 from kvstore.disk.admission_filter import AdmissionFilter
 from kvstore.disk.index import DiskIndex
 from kvstore.events.changes import CacheChange
@@ -228,6 +229,10 @@ class StoreState:
             if process.connection is not None:
                 commands.append(events.CloseConnection(process.connection))
                 commands += self._disconnect(process.connection)
+            for lease in process.leases.values():
+                if lease.shared is not None and lease.shared.granted:  # others may wait for what it would have written
+                    header = lease.shared.reservations[0].slot
+                    commands.append(LeaveRing(header, lease.place, name_in_marks(lease.keys[0])))
             commands += self._end(list(process.leases.values()))
             self._processes.pop((process.pid, process.incarnation), None)
         return commands
@@ -280,6 +285,10 @@ class StoreState:
             raise MalformedMessage(
                 f"{slots} slots for {call.members}, of which others share {len(shared.reservations)}"
             )
+        if call.place >= call.members or call.members * MARK_BYTES > self._page_bytes:
+            raise MalformedMessage(
+                f"place {call.place} of {call.members}, whose marks are to be in a slot of {self._page_bytes} bytes"
+            )
         if shared is not None and shared.granted:
             return self._reply(process, protocol.NotReserved(call.lease, "full"))
         if process.reserved + slots > max(1, int(self._pages.slots * self._settings.writer_share)):
@@ -289,7 +298,7 @@ class StoreState:
                 return self._reply(process, protocol.NotReserved(call.lease, "full"))
             shared = self._shared[call.name] = SharedSlots(reservations, call.members)
         shared.leases.append(lease)
-        process.leases[lease.number], lease.shared = lease, shared
+        process.leases[lease.number], lease.shared, lease.place = lease, shared, call.place
         if len(shared.leases) < shared.members:
             return []
         shared.granted = True

@@ -16,8 +16,9 @@ from baton.messages import RingPart
 from engine.cpu import build
 from engine.engine import Engine
 from engine.step.batch import Chunk
-from engine.step.ring import LEFT, MARK_BYTES, LeaveRing, RingBroken, RingChunk, RingPlan
+from engine.step.ring import RingBroken, RingChunk, RingPlan
 from kvstore.arena.memory import Arena
+from kvstore.arena.shared_slots import LEFT, MARK_BYTES, LeaveRing
 from tests.engine.driver import plant
 from tests.support.checkpoints import VOCAB
 from tests.support.thorough import cases

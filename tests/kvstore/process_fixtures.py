@@ -33,6 +33,8 @@ PAGE = 4_096
 NODE = "here"
 PATIENCE = 20.0  # seconds; only a failing test waits that long
 HEARTBEAT = 0.05
+SHARED = bytes(range(16))
+"""The name of slots that "share" asks for."""
 
 T = TypeVar("T")
 _numbers = itertools.count()
@@ -191,6 +193,9 @@ def _main(cluster: str, command: str) -> None:
         case ["leave", chain]:
             client.reserve(1, chain)
             client.store.disconnect()
+        case ["share"]:
+            client.leases.add(1)
+            client.store.call(protocol.ShareSlots(1, SHARED, slots=3, members=2, place=1))
         case ["write", chain]:
             client.write(1, chain, hold=True)
         case _:

@@ -20,6 +20,7 @@ from baton import store_protocol as protocol
 from baton.errors import PortInUse, StoreGone
 from baton.messages import Heartbeat, Hello, Peer, Welcome
 from baton.wire import Listener, ReplayClient, Subscriber
+from kvstore.arena.shared_slots import LEFT, MARK_BYTES
 from kvstore.checksum import page_checksum
 from kvstore.client.connection import store_address
 from kvstore.events.changes import packed_digest
@@ -30,6 +31,7 @@ from tests.kvstore.process_fixtures import (
     NODE,
     PAGE,
     PATIENCE,
+    SHARED,
     StoreProcess,
     TestClient,
     config_of,
@@ -89,6 +91,17 @@ def test_a_killed_writers_slots_come_back_and_its_waiters_are_told(store: StoreP
         assert time.monotonic() - started < 2
         client.leases.discard(2)
         assert not is_full(client, 3, "uvwxyz")
+
+
+def test_those_that_share_slots_with_a_killed_process_find_its_mark_changed(store: StoreProcess) -> None:
+    with worker_process(store.cluster, "share") as other, TestClient(store.cluster) as client:
+        slots = client.ask(protocol.ShareSlots(1, SHARED, slots=3, members=2, place=0), protocol.Reserved).slots
+        marks = client.store.slot(slots[0] or 0)
+        marks[:] = bytes(len(marks))
+        other.kill()
+        mark = SHARED[:8] + LEFT.to_bytes(8, "little")
+        eventually(lambda: marks[MARK_BYTES:][: len(mark)] == mark, what="the mark")
+        assert bytes(marks) == bytes(MARK_BYTES) + mark + bytes(len(marks) - MARK_BYTES - len(mark))
 
 
 def test_a_stopped_writer_keeps_its_slots_and_may_go_on(store: StoreProcess) -> None:

@@ -428,6 +428,7 @@ def test_a_source_of_an_ended_lease_is_not_awaited() -> None:
         protocol.Release(2, (-1,)),
         protocol.PageCorrupt(2, 1),
         protocol.Attach(Peer("decode", "w", "node", "i", 1), NAMESPACE, 100),
+        protocol.ShareSlots(9, key("q"), 1, members=2, place=0),
     ],
 )
 def test_an_invalid_call_costs_its_connection_alone(rig: Rig, call: protocol.StoreCall) -> None:

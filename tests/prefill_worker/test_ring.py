@@ -7,6 +7,7 @@ Whatever happens to the others, the worker at place 0 makes the whole prompt.
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from baton.clock import Tick
 from baton.config import PrefillConfig
 from baton.messages import Cancel, Prefill, Prefilled, RingPart
 from engine.step.outcome import ScheduledBatch, StepDone, StepFailed, StepOutOfMemory
-from engine.step.ring import LeaveRing, RingChunk
+from engine.step.ring import RingChunk
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.transfer import TransferEvent
 from kvstore.keys import pack_tokens, page_keys, split_keys
+from kvstore.server.events import StoreCommand
 from kvstore.server.leases import Lease, SharedSlots
 from kvstore.server.state import StoreState
 from prefill_worker.prefill_request import PrefillRequest
@@ -27,15 +30,12 @@ from prefill_worker.ring import Ring
 from prefill_worker.scheduler import PrefillCommand, PrefillScheduler
 from simulator.device import digests
 from tests.support.thorough import examples
-from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker
-
-LEFT = 99  # chunks
+from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigStore, RigWorker
 
 
 class RingWorker(RigWorker):
     """A ring's slots are those of the arena, which others overwrite as soon as they are free."""
 
-    marks: dict[tuple[int, int], int]
     patient = True
 
     def schedule(self) -> ScheduledBatch:
@@ -43,14 +43,16 @@ class RingWorker(RigWorker):
         return {} if self.patient and self.waits else super().schedule()
 
     def leave_ring(self, left: LeaveRing) -> None:
-        self.marks[left.name, left.place] = LEFT
+        self.node.leave_ring(left)
 
     @property
     def waits(self) -> bool:
         """Its next chunk waits for another worker, which has neither come so far nor left."""
         plan = self.state._chunk_of_ring()
         rings = [chunk.ring for chunk in plan.values() if chunk.ring]
-        return any(each.number and self.marks.get((each.name, each.awaits), -1) < each.number - 1 for each in rings)
+        return any(
+            each.number and self.node.marks.get((each.name, each.awaits), -1) < each.number - 1 for each in rings
+        )
 
     def run_step(self, plan: ScheduledBatch) -> Generator[float, None, StepDone | StepOutOfMemory | StepFailed | None]:
         (chunk, *_) = plan.values()
@@ -59,7 +61,7 @@ class RingWorker(RigWorker):
         assert len(plan) == 1
         self.stepped = True
         arena = self.node.arena
-        if ring.number and not ring.number - 1 <= self.marks.get((ring.name, ring.awaits), -1) < LEFT:
+        if ring.number and not ring.number - 1 <= self.node.marks.get((ring.name, ring.awaits), -1) < inf:
             for page in range(chunk.start // PAGE, len(chunk.pages)):
                 self.device.pages[chunk.pages[page]] = [-7] * PAGE
             return StepFailed(plan, "the chunk before did not come")
@@ -68,7 +70,7 @@ class RingWorker(RigWorker):
         done = self._done(plan)
         for page, slot in ring.gives:
             arena.write(slot, self.device.pages[chunk.pages[page]])
-        self.marks[ring.name, ring.plan.part.place] = ring.number
+        self.node.marks[ring.name, ring.plan.part.place] = ring.number
         return done
 
 
@@ -79,12 +81,11 @@ class World:
         self.rig = Rig(slots)
         self.rig.worker_class = RingWorker
         config = PrefillConfig(max_num_batched_tokens=most, max_num_seqs=4)
-        marks: dict[tuple[int, int], int] = {}
         self.workers: list[RingWorker] = []
         for _ in range(workers):
             worker = self.rig.worker("prefill", 60, config)
             assert isinstance(worker, RingWorker)
-            worker.state._rings, worker.marks = True, marks
+            worker.state._rings = True
             self.workers.append(worker)
         self.prompt = [*range(tokens)]
         self.request, self.first, self.pages = "r", first, pages
@@ -112,12 +113,12 @@ class World:
 
     def turns(self, rng: random.Random, *, late: bool) -> None:
         """Let the workers go on in any order, until worker 0 is done. `late`: sometimes one has no patience. In the end
-        none has: one that was cancelled before it heard of its slots can't mark that it has left."""
+        none has, unless one has died: one that was cancelled before it heard of its slots can't mark that it has
+        left."""
         for turn in range(2_000):
             live = [worker for worker in self.workers if worker.connection]
             worker = rng.choice(live)
-            lost = live != self.workers or turn > 1_000  # of the dead nothing comes
-            impatient = (late or lost) and rng.random() < 0.1
+            impatient = (late or (turn > 1_000 and live == self.workers)) and rng.random() < 0.1
             worker.patient = not impatient and not all(each.waits for each in live)
             worker.turn()
             if rng.random() < 0.2:
@@ -323,6 +324,16 @@ def a_worker_counts_its_slots_from_its_own(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillScheduler, "_ring_heard", turned)
 
 
+def the_store_does_not_tell_of_a_death(patch: pytest.MonkeyPatch) -> None:
+    carry_out = RigStore._carry_out
+
+    def deaf(self: RigStore, command: StoreCommand) -> None:
+        if not isinstance(command, LeaveRing):
+            carry_out(self, command)
+
+    patch.setattr(RigStore, "_carry_out", deaf)
+
+
 def marks_of_the_prompt_before_count(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ring, "name_in_marks", 1)
 
@@ -336,6 +347,7 @@ def marks_of_the_prompt_before_count(patch: pytest.MonkeyPatch) -> None:
         the_slots_go_with_the_first_that_leaves,
         pages_of_others_count_before_they_are_taken,
         a_worker_counts_its_slots_from_its_own,
+        the_store_does_not_tell_of_a_death,
         marks_of_the_prompt_before_count,
     ],
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from math import inf
 from typing import Any
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
@@ -24,6 +25,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk, Sampled
 from engine.step.outcome import ScheduledBatch, StepDone, StepOutOfMemory
 from engine.step.recomputation import NAME, ComparePages
+from kvstore.arena.shared_slots import LeaveRing
 from kvstore.client.device_block_manager import DuplicatePage
 from kvstore.client.transfer import Copy, StoreLost, StoreUp
 from kvstore.server.events import CallReceived, Connected, Disconnected, TellRouter, WriterDied
@@ -42,7 +44,7 @@ from tests.support.wait_graph import assert_no_cycle
 from tests.support.wires import Wires
 
 PAGE = 4
-PAGE_BYTES = 64
+PAGE_BYTES = 512  # room for the marks of eight workers
 VOCAB = 50
 ROOT = b"r" * 16
 NAMESPACE = Namespace(b"m" * 16, "test", "float32", PAGE, 1, form="split", kv_heads=1)
@@ -220,6 +222,7 @@ class RigStore(HeldStore):
             load_share=rig.load_share,
         )  # fmt: skip
         self.letters: list[TellRouter] = []  # to routers
+        self.marks: dict[tuple[int, int], float] = {}  # how far workers of rings are, by name and place
         self.start(f"store-{self.name}-{next(rig.ids)}", config, rig.admit_after, PageMemory(PAGE))
         self.incarnations.add(self.incarnation)
 
@@ -232,6 +235,9 @@ class RigStore(HeldStore):
 
     def tell_router(self, message: FromStore, router: str) -> None:
         self.letters.append(TellRouter(message, router))
+
+    def leave_ring(self, left: LeaveRing) -> None:
+        self.marks[left.name, left.place] = inf
 
     def order_transport(self, order: PeerOrder) -> None:
         if isinstance(order, VerifySlot):
