@@ -109,7 +109,7 @@ def engine_facts(config: Config, path: Path, devices: Collection[str], vllm: Ins
         exact = model.numerics == "exact"
         unverified = proposals_lack(text_settings(raw), on_gpu=on_gpu, exact=exact, stages=stages)
         if model.speculative_config:
-            unverified = unverified or settings_lack(model, text_settings(raw), config.pages.page_size, ranks)
+            unverified = unverified or settings_lack(model, ranks)
         lack = lack or (f"{setting}, and {unverified}; {remedy}" if unverified else "")
         unverified = f"{setting}, and of our own kernels only those for CPUs verify proposals; {remedy}"
         native = native or (unverified if on_gpu or not model.native else "")

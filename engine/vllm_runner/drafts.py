@@ -39,17 +39,12 @@ def weight(settings: SpeculativeConfig, text: Mapping[str, Any]) -> str:
     return "" if settings.model else MTP[text["architectures"][0]].format(layers=count)
 
 
-def settings_lack(model: ModelConfig, text: Mapping[str, Any], page_size: int, ranks: int) -> str:
-    """Return why a model with these settings and this config has no draft of vLLM's; "" if it may. Raises ModelError
-    for sizes that are none."""
+def settings_lack(model: ModelConfig, ranks: int) -> str:
+    """Return why a model with these settings has no draft of vLLM's; "" if it may."""
     if model.lora_modules or model.max_loras:
         return "with LoRA adapters vLLM's drafts were not tried"
     if ranks > 1:
         return f"on {ranks} ranks vLLM's drafts were not tried"
-    if model.kv_cache_dtype != "auto":
-        return f"with model.kv_cache_dtype {model.kv_cache_dtype} vLLM's drafts were not tried"
-    if of_config(text, page_size)[1].count:
-        return "the model's layers form groups with pages of their own, and a draft's layers have no place there"
     return ""
 
 
@@ -68,6 +63,10 @@ def lack(settings: SpeculativeConfig, text: Mapping[str, Any], draft: Mapping[st
         return f"it has {heads} heads, and num_speculative_tokens is {count}: lower that" if heads < count else ""
     if (words := other.count("vocab_size")) != own.count("vocab_size"):
         return f"it has {words} tokens and the model's vocabulary {own.count('vocab_size')}"
+    if of_config(draft, 1)[1].count:
+        return "its layers form groups, and vLLM keeps all layers of a draft in one"
+    if settings.method == "draft_model" and of_config(text, 1)[1].count:
+        return "the model's layers form groups, and vLLM has a draft model write to pages of the first one"
     (heads, width), (own_heads, own_width) = _kv_shape(other), _kv_shape(own)
     if (heads, width) != (own_heads, own_width):
         return (

@@ -109,12 +109,16 @@ def test_a_draft_model_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> N
         draft.check(settings(**{"model.draft_model": str(other)}).model, DEMO_MODEL)
 
 
+GROUPS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 32}
+
+
 @pytest.mark.parametrize(
     ("method", "config", "why"),
     [
         ("draft_model", {}, ""),
         ("draft_model", {"vocab_size": 4_000}, "it has 4000 tokens and the model's vocabulary 2113"),
         ("eagle", {"num_key_value_heads": 4}, "its layers keep 4 KV heads of .* pages have layers of one kind"),
+        ("draft_model", GROUPS, "its layers form groups, and vLLM keeps all layers of a draft in one"),
         ("medusa", {"num_heads": 2}, "it has 2 heads, and num_speculative_tokens is 3: lower that"),
         ("medusa", {"num_heads": 3, "hidden_size": 64}, "it is for a hidden size of 64"),
     ],
@@ -129,8 +133,10 @@ def test_a_draft_of_vllm_that_does_not_fit_is_refused_by_name(
     with pytest.raises(ConfigError, match=f"{other} does not fit the model: {why}") if why else nullcontext():
         draft.check(model, DEMO_MODEL)
     if not why:
-        latents = json.loads((DEMO_MODEL / "config.json").read_text()) | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+        demo = json.loads((DEMO_MODEL / "config.json").read_text())
+        latents = demo | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
         assert "only mtp" in drafts.lack(model.speculative_config, latents, latents)
+        assert "pages of the first one" in drafts.lack(model.speculative_config, demo | GROUPS, demo)
         (other / "model.safetensors").rename(other / "pytorch_model.bin")
         with pytest.raises(ModelNotFound, match="safetensors"):
             draft.check(model, DEMO_MODEL)

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedOut, CopyIn, CopyOut
 from tests.support import checkpoints
 from tests.vllm_runner.driver import PAGE, Generation, Loaded, arena_of, load, loaded_once, prompt_of, run, step
+from tests.vllm_runner.test_groups import GROUPS
 from tests.vllm_runner.test_runner import paths as paths
 from tests.vllm_runner.test_speculation import COUNT, DRAWS, alike, members, take, with_proposals
 
@@ -124,6 +126,31 @@ def test_tokens_are_those_without_drafts(method: str, runner: Loaded):
     alike(several, single)
     assert runner(method).layout.num_layers == 4 + LAYERS[method]
     assert (runner(method).fingerprint == runner("").fingerprint) == (method == "medusa")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "options", "groups"),
+    [
+        ("llama", "draft_model", {"kv_cache_dtype": "fp8"}, 0),
+        ("llama", "eagle3", {"kv_cache_dtype": "fp8"}, 0),
+        ("gemma3", "eagle", {}, 2),
+        ("gpt-oss", "eagle3", {}, 0),
+    ],
+)
+def test_pages_in_fp8_and_of_groups(
+    name: str, method: str, options: dict[str, Any], groups: int, drafts: Callable[[str], Path], tmp_path: Path
+):
+    """The draft's layer stands in the group without a window. gpt-oss has then more layers without one than with one,
+    and no groups."""
+    path = checkpoints.make(name, tmp_path, hidden_size=128, head_dim=32, **GROUPS.get(name, {}))
+    own = {"method": method, "model": str(drafts(method)), "num_speculative_tokens": GUESSES}
+    single, several = members(), members()
+    with closing(load(path, **options)) as plain:
+        run(plain, single, COUNT)
+    with closing(load(path, drafts=own, **options)) as model:
+        drafted(model, several, 0.5)
+        assert (model.groups.count, model.layout.num_layers) == (groups, 2 if groups else 4 + LAYERS[method])
+    alike(several, single)
 
 
 def test_a_model_that_drafts_for_itself_is_right(runner: Loaded):
