@@ -39,6 +39,8 @@ class _Context:
 class DraftModel:
     """A draft model, its pages, and what its steps take."""
 
+    ask = None
+
     def __init__(
         self,
         run: Callable[[Items[Chunk]], tuple[Items[Sampled | None], float]],

@@ -1,4 +1,4 @@
-"""The seam of what guesses for all sequences of a step together, before it: a draft model, or heads.
+"""The seam of what guesses for all sequences of a step together: a draft model, heads, or a draft of the runner's own.
 
 It draws with the random numbers that the model itself will draw with, so a guess is right wherever both find nearly the
 same logits. Pure, but for what computes.
@@ -6,6 +6,7 @@ same logits. Pure, but for what computes.
 
 # pyright: strict
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,6 +42,12 @@ class Drafter(Protocol):
 
     def seconds(self, steps: int, sequences: int, context: int) -> float:
         """Return what so many steps take that guess for so many sequences, which have `context` tokens together."""
+        ...
+
+    @property
+    def ask(self) -> Callable[[int], None] | None:
+        """Have it guess up to so many tokens after each draw of the step to come, for the step after that. None: it
+        guesses as `guess` is called."""
         ...
 
     def catching_up(self, sequence: Sequence) -> float:

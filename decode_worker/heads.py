@@ -25,6 +25,8 @@ _MANY, _TRIES = 32, 5  # rows of the larger size that is measured at first, and 
 class HeadsDrafter:
     """The heads of a model, where the states of sequences are, and what heads take."""
 
+    ask = None
+
     def __init__(
         self,
         run: Callable[[Items[HiddenRow], int], tuple[Items[Items[int]], float]],

@@ -34,7 +34,7 @@ _WEIGHT = 0.1  # of the newest guess of a sequence
 _ALL = 0.005  # and of a worker's, with which new sequences begin
 _FORGET = 0.002  # of what is known of the drafter, with each step without it
 _HIGHEST = 0.98
-_DEPTH = 4  # guesses of the drafter, where costs don't count
+_DEPTH = 4  # guesses of a drafter that can make any number, where costs don't count
 _LATELY = 0.2  # weight of the newest step
 _FAR = 4.0  # times what was expected: so much counts of a step that took longer
 
@@ -85,6 +85,12 @@ class Speculation:
         self.guesses = False  # whether any sequence of the last plan has a guess, which a draw is to be compared with
         self._make, self._costs, self._pages, self._page_size = make, costs, pages, page_size
         self._drafter, self._verify_all = drafter, verify_all
+        self._ask = drafter.ask if drafter is not None else None
+        self._depth = _DEPTH
+        if self._ask is not None:
+            self._depth = MOST
+            self._ask(MOST if verify_all else 0)
+        self._asked: dict[AttemptName, int] = {}  # of the drafter in the last step, for the next one
         self._rights = [*_FIRST]
         self._curve = RowCurve(costs.cost)
         self._chooser = ProposalChooser(self._curve)
@@ -95,11 +101,12 @@ class Speculation:
 
     def extend(self, plan: ScheduledBatch, find: Callable[[AttemptName], Sequence | None], most_tokens: int) -> float:
         """Add proposals to the chunks of a plan, up to so many tokens in all. Return the seconds that the drafter has
-        taken."""
+        taken for it by now."""
         self._longer, self.guesses = 0.0, False
         context = sum(chunk.start + 1 for chunk in plan.values())
         self._without = self._costs.cost.of(rows=len(plan), context=context)
-        if not (self._verify_all or self._chooser.is_due(self._without * self._lately)):
+        decides = self._verify_all or self._chooser.is_due(self._without * self._lately)
+        if not (decides or self._asked):
             return 0.0
         candidates = [
             candidate
@@ -110,12 +117,15 @@ class Speculation:
             and (sequence := find(name)) is not None
             if (candidate := self._candidate(name, sequence, chunk.sample)) is not None
         ]
+        work = sample_of(list(plan.values()), 0.0)
+        counts = self._counts(work, candidates) if decides and candidates else [0] * len(candidates)
+        if self._ask is not None and not self._verify_all:
+            counts = self._ahead(candidates, counts, self._ask)
         if not candidates:
             return 0.0
         self.guesses = True
-        work = sample_of(list(plan.values()), 0.0)
         room = most_tokens - work.tokens - (rows := work.rows)
-        for each, count in zip(candidates, self._counts(work, candidates), strict=True):
+        for each, count in zip(candidates, counts, strict=True):
             each.count = min(count, room, self._room(each.sequence, count, len(plan)))
             room -= max(0, each.count)
         seconds = self._draft([each for each in candidates if each.proposals.drafted])
@@ -124,7 +134,7 @@ class Speculation:
                 plan[each.name] = _with_proposals(plan[each.name], each.sequence, guess)
         more = sum(len(plan[each.name].verify) for each in candidates)
         self._longer = seconds + self._seconds * (self._curve.times(rows + more, rows) - 1)
-        return seconds
+        return seconds if self._ask is None else 0.0
 
     def step_failed(self) -> None:
         """Whatever the last step was has drawn nothing."""
@@ -201,12 +211,25 @@ class Speculation:
             draft.sequence.proposals.guess = draft.guess
         return seconds
 
+    def _ahead(self, candidates: Items[_Candidate], counts: Items[int], ask: Callable[[int], None]) -> Items[int]:
+        """Have the drafter guess so many for the next step. Return the counts for this one: of what it has guessed, as
+        many as were decided on then, and for a sequence about which nothing was, as many as for any other."""
+        before, most = self._asked, max(self._asked.values(), default=0)
+        drafted = [(each.name, count) for each, count in zip(candidates, counts, strict=True) if each.proposals.drafted]
+        next_most = max((count for _, count in drafted), default=0)
+        self._asked = dict(drafted) if next_most else {}
+        ask(next_most)
+        return [
+            min(before.get(each.name, most), each.most) if each.proposals.drafted else count
+            for each, count in zip(candidates, counts, strict=True)
+        ]
+
     def _counts(self, work: StepSample, candidates: Items[_Candidate]) -> Items[int]:
         """How many proposals of each are worth their rows, in a step with that to do without them."""
         cost = self._costs.cost
         self._seconds = cost.of(rows=work.rows, context=work.context) * self._lately
         if self._verify_all:
-            return [min(_DEPTH, each.most) if each.proposals.drafted else each.most for each in candidates]
+            return [min(self._depth, each.most) if each.proposals.drafted else each.most for each in candidates]
         if not self._seconds:
             return [0] * len(candidates)
         prompts = cost.of(work.tokens, work.pairs, work.rows, work.context) - self._seconds / self._lately

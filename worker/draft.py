@@ -84,7 +84,7 @@ def load(config: Config, runner: Runner) -> Drafter | None:
         return _load_heads(hub.resolve(model.speculation_heads), runner)
     if model.speculative_config:
         assert isinstance(runner, VllmRunner), "no other runner has drafts of its own"
-        return HandedProposals(lambda: runner.proposals)
+        return HandedProposals(runner, model.speculative_config.num_speculative_tokens)
     if not model.draft_model:
         return None
     path = hub.resolve(model.draft_model)

@@ -50,6 +50,7 @@ class BatonExtension:
     cache_config: Any
     _baton_copies: CudaCopies | None = None  # of pages on a GPU: by DMA
     _baton_mover: OverlappedMover | None = None  # around them: it pins the arena, and hashes on threads
+    _baton_guesses: Guesses | None = None  # of vLLM's draft
     _baton_stage, _baton_stages = 0, 1  # this rank's pipeline stage, and how many there are
     execute_model: Callable[[Any], Any]
     sample_tokens: Callable[[Any], Any]
@@ -60,7 +61,7 @@ class BatonExtension:
         self.model_runner.sampler = self.baton_draw
         if self.vllm_config.speculative_config is not None:
             self.model_runner.rejection_sampler = self.baton_draw.accept
-            Guesses(self.model_runner.drafter, self.baton_draw)
+            self._baton_guesses = Guesses(self.model_runner.drafter, self.baton_draw)
 
     def baton_prepare(self) -> Mapping[str, Any]:
         """Steps come from now on. Return the shape and form of this rank's part of pages."""
@@ -178,10 +179,10 @@ class BatonExtension:
         self, order: Any, fresh: Sequence[int], states: Sequence[tuple[int, int]], rows: Mapping[str, Row]
     ) -> Any:
         """Run a step: zero the blocks `fresh`, copy `states` from block to block, compute the rows, score, draw. Return
-        the tokens and the scores by request, the requests with another token on the device than was drawn, and by
-        request what vLLM's draft proposes. Every rank of the last stage draws: a draw is a pure function of logits that
-        all of them have. With vLLM's second model runner, return a `LaunchedStep`, which waits for that, while the next
-        step may be launched."""
+        the tokens and the scores by request, the requests with another token on the device than was drawn, by request
+        what vLLM's draft proposes, and the seconds that it took for that. Every rank of the last stage draws: a draw is
+        a pure function of logits that all of them have. With vLLM's second model runner, return a `LaunchedStep`, which
+        waits for that, while the next step may be launched."""
         self.baton_zero(fresh)
         for source, dest in states:
             self.baton_duplicate(source, dest)
@@ -203,13 +204,13 @@ class BatonExtension:
             from engine.vllm_runner.launched_step import LaunchedStep
 
             return LaunchedStep(output, draw.launched, scores)
-        return draw.drawn, scores, (), self._baton_drafts()
+        return draw.drawn, scores, (), *self._baton_drafts()
 
-    def _baton_drafts(self) -> Mapping[str, Sequence[int]]:
-        if (drafts := self.model_runner.take_draft_token_ids()) is None:
-            return {}
+    def _baton_drafts(self) -> tuple[Mapping[str, Sequence[int]], float]:
+        if self._baton_guesses is None or (drafts := self.model_runner.take_draft_token_ids()) is None:
+            return {}, 0.0
         pairs = zip(drafts.req_ids, drafts.draft_token_ids, strict=True)
-        return {name: each for name, each in pairs if name in self.baton_draw.drawn}
+        return {name: each for name, each in pairs if name in self.baton_draw.drawn}, self._baton_guesses.seconds
 
     def _baton_part_of(self, layers: int) -> slice:
         """The bytes of this rank's heads in a page of so many layers."""

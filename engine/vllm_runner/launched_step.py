@@ -15,7 +15,11 @@ from engine.sampling.device_sampler import LaunchedDraws
 from engine.step.batch import Sampled
 
 StepOutput = tuple[
-    Mapping[str, Sequence[Sampled]], Mapping[str, list[PromptTokenLogprob]], Sequence[str], Mapping[str, Sequence[int]]
+    Mapping[str, Sequence[Sampled]],
+    Mapping[str, list[PromptTokenLogprob]],
+    Sequence[str],
+    Mapping[str, Sequence[int]],
+    float,
 ]
 
 
@@ -36,9 +40,9 @@ class LaunchedStep(AsyncModelRunnerOutput):
         if hasattr(self._output, "get_output"):
             self._output.get_output()
         if self._launched is None:
-            return {}, self._scores, (), {}
+            return {}, self._scores, (), {}, 0.0
         names, draws = self._launched
         drawn = {name: [one] for name, one in zip(names, draws.collect(), strict=True)}
         corrected = [names[row] for row in draws.corrected]
         self._launched = None  # the logits
-        return drawn, self._scores, corrected, {}
+        return drawn, self._scores, corrected, {}, 0.0

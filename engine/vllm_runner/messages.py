@@ -106,10 +106,12 @@ class Beside(Struct, frozen=True, tag=True):
 
 
 class Step(Struct, frozen=True, tag=True):
-    """Run one step. Rows named in `gone` are not asked for again."""
+    """Run one step. Rows named in `gone` are not asked for again. vLLM's draft proposes `guesses` tokens after each row
+    that draws, and has its K and V in any case."""
 
     rows: Sequence[Row]
     gone: Sequence[int]
+    guesses: int = 0
 
 
 class AddAdapter(Struct, frozen=True, tag=True):
@@ -175,12 +177,13 @@ class Loaded(Struct, frozen=True, tag=True):
 class Drawn(Struct, frozen=True, tag=True):
     """A step has run. For each row the tokens drawn, up to the first that is not the proposal after it; and by number
     of the row what it scored, and what vLLM's draft proposes after the last token. A row that follows one without a
-    token was left out."""
+    token was left out. The seconds of the proposals are not in those of the step."""
 
     sampled: Sequence[Sequence[Sampled]]
     scores: Mapping[int, Sequence[PromptTokenLogprob]]
     seconds: float
     proposals: Mapping[int, Sequence[int]] = {}
+    guess_seconds: float = 0.0
 
 
 class Copied(Struct, frozen=True, tag=True):

@@ -140,8 +140,10 @@ class VllmRunner:
         self.max_positions = loaded.max_positions
         self._max_rows, self._max_tokens = order.max_rows, order.max_tokens
         self.verifies = loaded.verifies
+        self.guesses = 0  # tokens that vLLM's draft proposes after each draw of the steps to come
         self.proposals: Mapping[int, Sequence[int]] = {}
-        """What vLLM's draft proposes after the last step, by number of its chunk."""
+        """What it proposes after the last step, by number of its chunk."""
+        self.guess_seconds = 0.0  # and what it took for that
         self._process, self._folder = process, folder
         self._child = self._copies = ChildLink(link)
         self._duplicates = 0  # orders
@@ -301,12 +303,12 @@ class VllmRunner:
         rows = [self._row(chunk) for chunk in chunks]
         known = [self._known.get(chunk.pages) if isinstance(chunk.pages, BlockTable) else None for chunk in chunks]
         masks = [draw.mask for chunk in chunks for _, draw in chunk.draws if draw.mask is not None]
-        under_way = self._masks.start(masks) if masks else None
+        under_way, guesses = self._masks.start(masks) if masks else None, self.guesses
 
         def step() -> messages.Step:
             if under_way is not None:
                 self._masks.wait(under_way)
-            return messages.Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone)
+            return messages.Step([_with_draw(*each) for each in zip(rows, chunks, strict=True)], gone, guesses)
 
         return RunningStep(self._child.order(step), list(zip(chunks, known, strict=True)), self)
 
@@ -504,7 +506,7 @@ class RunningStep:
             kind = torch.OutOfMemoryError if answer.kind == torch.OutOfMemoryError.__name__ else RuntimeError
             raise kind(f"vLLM: {answer.kind}: {answer.message}")
         assert isinstance(answer, messages.Drawn)
-        self._runner.proposals = answer.proposals
+        self._runner.proposals, self._runner.guess_seconds = answer.proposals, answer.guess_seconds
         last: list[Sampled | None] = []
         verified: dict[int, Sequence[Sampled | None]] = {}
         for number, ((chunk, known), drawn) in enumerate(zip(self._chunks, answer.sampled, strict=True)):

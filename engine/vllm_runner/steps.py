@@ -102,8 +102,8 @@ class Steps:
     ) -> None:
         """`adapters`: vLLM's LoRA requests by the numbers that rows have. `windows`: of its groups of layers, 0 for the
         one without. `companion`: no step has a single row. `state_page`: the tokens of a page, if the other groups have
-        recurrent states; else 0. `states_only`: the main group has states too. `drafts`: the proposals that
-        vLLM makes for each row of a step that draws."""
+        recurrent states; else 0. `states_only`: the main group has states too. `drafts`: the most proposals
+        that vLLM makes for a row."""
         self._ranks, self._adapters, self._companion = ranks, adapters, companion
         self._main, self._groups, self._state_page = windows.index(0), len(windows) - 1, state_page
         self._states_only, self._drafts = states_only, drafts
@@ -130,7 +130,7 @@ class Steps:
         }
         started = StartedStep(began, rows, before, len(step.rows))
         if rows or self._left:
-            started.names, started.answers = self._start(list(rows.values()))
+            started.names, started.answers = self._start(list(rows.values()), min(step.guesses, self._drafts))
         self._before = started
         return started
 
@@ -141,8 +141,9 @@ class Steps:
             scored: Mapping[str, list[PromptTokenLogprob]] = {}
             corrected: Sequence[str] = ()
             drafted: Mapping[str, Sequence[int]] = {}
+            drafting = 0.0
             if started.answers is not None:
-                drawn, scored, corrected, drafted = self._ranks.agreed(started.answers(), _tokens)
+                drawn, scored, corrected, drafted, drafting = self._ranks.agreed(started.answers(), _tokens)
             scores: dict[int, list[PromptTokenLogprob]] = {}
             proposals: dict[int, Sequence[int]] = {}
             for (number, row), name in zip(started.rows.items(), started.names, strict=False):
@@ -156,7 +157,7 @@ class Steps:
                     started.sampled[number] = drawn.get(name, ())
                 if name in corrected:
                     started.corrected.add(number)
-        return Drawn(started.sampled, scores, started.seconds, proposals)
+        return Drawn(started.sampled, scores, started.seconds - drafting, proposals, drafting)
 
     def add_adapter(self, number: int, name: str, path: str) -> None:
         """Load an adapter for rows to come."""
@@ -171,11 +172,12 @@ class Steps:
         del self._adapters[number]
         self._ranks.executor.remove_lora(number)
 
-    def _start(self, rows: Sequence[Row]) -> tuple[list[str], Callable[[], list[Any]]]:
-        """Have the ranks begin to run these rows. Return their names, and what waits for the ranks."""
+    def _start(self, rows: Sequence[Row], guesses: int) -> tuple[list[str], Callable[[], list[Any]]]:
+        """Have the ranks begin to run these rows, and propose so many tokens after each that draws. Return their names,
+        and what waits for the ranks."""
         rows = [*rows, *[self._companion_row] * (self._companion and len(rows) == 1)]
         try:
-            order, names = self._order(rows)
+            order, names = self._order(rows, guesses)
             answers = self._ranks.start(
                 "baton_step",
                 order,
@@ -194,7 +196,7 @@ class Steps:
                 self._outputs[row.name] += 1
         return names, answers
 
-    def _order(self, rows: Sequence[Row]) -> tuple[Any, list[str]]:
+    def _order(self, rows: Sequence[Row], guesses: int) -> tuple[Any, list[str]]:
         """What vLLM calls a scheduler's output, and its names of the rows."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -247,7 +249,7 @@ class Steps:
             scheduled_encoder_inputs={},
             finished_req_ids=left,
             free_encoder_mm_hashes=[],
-            num_spec_tokens_to_schedule=self._drafts if any(row.draw is not None for row in rows) else 0,
+            num_spec_tokens_to_schedule=guesses if any(row.draw is not None for row in rows) else 0,
         )
         return order, names
 
@@ -274,5 +276,5 @@ class Steps:
             self._outputs.pop(row, None)
 
 
-def _tokens(answer: tuple[Mapping[str, Sequence[Sampled]], object, object, object]) -> dict[str, list[int]]:
+def _tokens(answer: tuple[Mapping[str, Sequence[Sampled]], object, object, object, object]) -> dict[str, list[int]]:
     return {name: [one.token for one in each] for name, each in answer[0].items()}

@@ -4,24 +4,30 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from baton.config import DecodeConfig
+from baton.messages import StepSample
 from decode_worker.handed_proposals import HandedProposals
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk
 from engine.step.outcome import ScheduledBatch, StepFailed
 from kvstore.client.transfer import StoreUp
-from tests.decode_worker.test_speculation import EVERY_SHARE, FREE_ROWS, has_the_tokens_without
-from tests.decode_worker.test_state import PROMPT, order
-from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token
+from tests.decode_worker.test_speculation import DEAR_ROWS, EVERY_SHARE, FREE_ROWS, has_the_tokens_without, steps_of
+from tests.decode_worker.test_state import PROMPT, order, tokens_of
+from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token, reference
 
-GUESSES = 4
+GUESSES = 5
 
 
 class Drafting:
     """A runner's own draft, wrong in a share of its guesses."""
 
-    def __init__(self, share: float) -> None:
-        self.last: dict[int, list[int]] = {}  # after the last step
+    def __init__(self, share: float, guess_seconds: float = 0.0) -> None:
+        self.proposals: dict[int, list[int]] = {}  # after the last step
+        self.guesses, self.guess_seconds = 0, 0.0
+        self.made: list[int] = []  # guesses after each row of each step
+        self.each = guess_seconds
         self._rng, self._share = random.Random(2), share
 
     def after(self, known: Sequence[int], chunk: Chunk) -> list[int]:
@@ -30,20 +36,26 @@ class Drafting:
             tokens.append(next_token(tokens))
             if tokens[-1] != proposal:
                 break
-        for _ in range(GUESSES):
+        end = len(tokens)
+        for _ in range(min(self.guesses, GUESSES)):
             tokens.append(next_token(tokens) if self._rng.random() < self._share else self._rng.randrange(VOCAB))
-        return tokens[-GUESSES:]
+        return tokens[end:]
+
+    def note(self, known: Sequence[Sequence[int]], plan: ScheduledBatch) -> None:
+        both = enumerate(zip(known, plan.values(), strict=True))
+        self.proposals = {number: self.after(*each) for number, each in both if each[1].sample is not None}
+        self.made.append(max(map(len, self.proposals.values()), default=0))
+        self.guess_seconds = self.made[-1] * self.each
 
 
-def worker(drafting: Drafting, **more: Any) -> RigWorker:
+def worker(drafting: Drafting, rows: Sequence[StepSample] = FREE_ROWS, **more: Any) -> RigWorker:
     one = Rig(64).worker("decode", 64, DecodeConfig())
-    drafter = HandedProposals(lambda: drafting.last)
-    one.state = DecodeScheduler(DecodeConfig(), PAGE, 64, calibration=FREE_ROWS, drafter=drafter, **more)
+    drafter = HandedProposals(drafting, GUESSES)
+    one.state = DecodeScheduler(DecodeConfig(), PAGE, 64, calibration=rows, drafter=drafter, **more)
     run = one.run_step
 
     def noted(plan: ScheduledBatch) -> Any:
-        both = enumerate(zip(one.tokens_of(plan), plan.values(), strict=True))
-        drafting.last = {number: drafting.after(*each) for number, each in both if each[1].sample is not None}
+        drafting.note(one.tokens_of(plan), plan)
         return run(plan)
 
     one.run_step = noted  # type: ignore[method-assign]
@@ -56,6 +68,19 @@ def test_tokens_are_those_without(share: float, verify_all: bool) -> None:
     has_the_tokens_without(worker(Drafting(share), verify_all=verify_all), share, 20 if share else 4)
 
 
+@pytest.mark.parametrize(
+    ("share", "seconds", "rows"), [(1.0, 0.0, DEAR_ROWS), (0.6, 0.02, FREE_ROWS), (0.0, 0.002, FREE_ROWS)]
+)
+def test_where_guesses_do_not_pay_hardly_any_are_made(share: float, seconds: float, rows: Sequence[StepSample]) -> None:
+    """Since their rows are too dear, or the guesses themselves, or they are wrong."""
+    drafting = Drafting(share, seconds)
+    one = worker(drafting, rows)
+    assert steps_of(one, 120) > 80
+    assert tokens_of(one.messages) == reference(PROMPT, 120)
+    assert sum(drafting.made[40:]) <= 8
+    assert one.state.stats().speculation.draft_tokens == sum(drafting.made), "some were made in vain"
+
+
 def test_after_a_step_that_fails_there_are_none() -> None:
     one = worker(Drafting(1.0), verify_all=True)
     for request in ("first", "second"):
@@ -64,7 +89,7 @@ def test_after_a_step_that_fails_there_are_none() -> None:
         one.step()
     one.state.prepare(0.0)
     plan = one.state.schedule(0.0)
-    assert all(chunk.verify for chunk in plan.values())
+    assert [len(chunk.verify) for chunk in plan.values()] == [GUESSES, GUESSES]
     one.handle(StepFailed({name: chunk for name, chunk in plan.items() if name.request == "second"}, "boom"))
     one.state.prepare(0.0)
     assert [len(chunk.verify) for chunk in one.state.schedule(0.0).values()] == [0]

@@ -94,11 +94,11 @@ def test_a_step_without_draws_ends_when_the_device_has_run_it(monkeypatch: pytes
     worker.use_v2_model_runner = True
     launched = worker.baton_step(None, (), (), {})
     assert waited == []
-    assert launched.get_output() == ({}, {}, (), {})
+    assert launched.get_output() == ({}, {}, (), {}, 0.0)
     assert waited == [True]
     worker.use_v2_model_runner, worker.sample_tokens = False, lambda grammar: SimpleNamespace()
-    worker.model_runner = SimpleNamespace(take_draft_token_ids=lambda: None)
-    assert worker.baton_step(None, (), (), {}) == ({}, {}, (), {})
+    worker.model_runner = SimpleNamespace()
+    assert worker.baton_step(None, (), (), {}) == ({}, {}, (), {}, 0.0)
 
 
 def test_what_vllm_measures_is_our_draw_of_all_rows() -> None:

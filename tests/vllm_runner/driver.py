@@ -32,9 +32,11 @@ def load(
     path: Path, dtype: str = "float32", *, ranks: int = 1, rows: int = ROWS, pages: int = PAGES,
     page_size: int = PAGE, **options: Any,
 ) -> VllmRunner:  # fmt: skip
-    """The model of a checkpoint, eager unless the options say otherwise."""
+    """The model of a checkpoint, eager unless the options say otherwise. A draft proposes as much as it can."""
     options = {"eager": True, "max_tokens": TOKENS, "threads": 1} | options
-    return VllmRunner.load(path, dtype, pages, page_size, max_rows=rows, ranks=ranks, **options)
+    model = VllmRunner.load(path, dtype, pages, page_size, max_rows=rows, ranks=ranks, **options)
+    model.guesses = options.get("drafts", {}).get("num_speculative_tokens", 0)
+    return model
 
 
 def loaded_once(load: Loaded) -> Iterator[Loaded]:

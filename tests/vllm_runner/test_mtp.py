@@ -22,7 +22,7 @@ from kvstore.client.transfer import CopyIn
 from tests.support import checkpoints
 from tests.vllm_runner import test_latents
 from tests.vllm_runner.driver import PAGE, Generation, load, prompt_of, run, step
-from tests.vllm_runner.test_own_drafts import copied_out, drafted
+from tests.vllm_runner.test_own_drafts import copied_out, drafted, guesses_fewer
 from tests.vllm_runner.test_speculation import COUNT, DRAWS, LENGTHS, alike, keeps_tokens_while_a_worker_dies
 
 GUESSES = 3
@@ -165,6 +165,11 @@ def test_guesses_are_those_of_the_layer(name: str, paths: Callable[[str], Path],
             last = normed(last, layer.last) if layer.goes_on_with_normed else last
             follows, states = [*follows, expected[-1]], torch.cat([states, last[None]])
         assert list(proposed) == expected
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fewer_guesses_are_the_first_of_more(name: str, runner: Loaded):
+    guesses_fewer(runner(name), LAYERS[name].page)
 
 
 @pytest.mark.parametrize("name", ["mimo", "deepseek-v3"])

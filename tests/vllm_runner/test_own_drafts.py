@@ -18,14 +18,22 @@ from transformers import LlamaConfig, LlamaModel
 
 pytest.importorskip("vllm")
 
+from baton.config import DecodeConfig
+from baton.membership import SendToRouter
+from baton.messages import Message
+from decode_worker.handed_proposals import HandedProposals
+from decode_worker.scheduler import DecodeScheduler
 from decode_worker.speculation import accepted
 from engine.runner import Mover
 from engine.step.batch import Chunk
+from engine.step.outcome import StepDone
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedOut, CopyIn, CopyOut
+from tests.decode_worker.test_speculation import FREE_ROWS
+from tests.decode_worker.test_state import order, tokens_of
 from tests.support import checkpoints
-from tests.vllm_runner.driver import PAGE, Generation, Loaded, arena_of, load, loaded_once, prompt_of, run, step
+from tests.vllm_runner.driver import PAGE, PAGES, Generation, Loaded, arena_of, load, loaded_once, prompt_of, run, step
 from tests.vllm_runner.test_groups import GROUPS
 from tests.vllm_runner.test_runner import paths as paths
 from tests.vllm_runner.test_speculation import COUNT, DRAWS, alike, members, take, with_proposals
@@ -87,8 +95,8 @@ def runner(paths: Callable[[str], Path], drafts: Callable[[str], Path]) -> Itera
 
 def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.0, seed: int = 0) -> tuple[int, int]:
     """Steps until all have drawn `COUNT`: of all members with all proposals; with `most` below one, of random members,
-    with some proposals left out, some wrong, and some masks late. Return how many proposals there were, and how many
-    were right."""
+    with some proposals left out, some not made, some wrong, and some masks late. Return how many proposals there were,
+    and how many were right."""
     rng, count, right = random.Random(seed), 0, 0
     guesses: dict[Generation, Sequence[int]] = {}
     while unfinished := [one for one in sequences if len(one.drawn) < COUNT]:
@@ -104,6 +112,7 @@ def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.
                 late = rng.randint(0, len(guess))
             guess = guess[: COUNT - len(one.drawn) - 1]
             chunks.append(with_proposals(one, guess, late) if one.drawn else one.chunk(rng.choice((16, 40))))
+        model.guesses = GUESSES if rng.random() < most else rng.randrange(GUESSES)
         results = step(model, *chunks)
         guesses.clear()
         for number, (one, chunk) in enumerate(zip(running, chunks, strict=True)):
@@ -111,7 +120,9 @@ def drafted(model: VllmRunner, sequences: Sequence[Generation], most: float = 1.
             take(one, chunk, drawn) if chunk.sample is not None else one.take(chunk, None)
             assert (number in model.proposals) == bool(drawn)
             guesses[one] = model.proposals.get(number, ())
+            assert len(guesses[one]) == model.guesses * bool(drawn)
             count, right = count + len(chunk.verify), right + max(0, len(drawn) - 1)
+    model.guesses = GUESSES
     return count, right
 
 
@@ -126,6 +137,47 @@ def test_tokens_are_those_without_drafts(method: str, runner: Loaded):
     alike(several, single)
     assert runner(method).layout.num_layers == 4 + LAYERS[method]
     assert (runner(method).fingerprint == runner("").fingerprint) == (method == "medusa")
+
+
+@pytest.mark.parametrize("method", LAYERS)
+def test_fewer_guesses_are_the_first_of_more(method: str, runner: Loaded):
+    guesses_fewer(runner(method))
+
+
+def test_wrong_guesses_are_hardly_made(runner: Loaded):
+    """By a decode worker's scheduler, which learns what guesses take. Random layers guess wrong."""
+    model, outputs, made = runner("eagle"), list[list[list[int]]](), 0
+    for drafter in (None, HandedProposals(model, GUESSES)):
+        state = DecodeScheduler(DecodeConfig(), PAGE, PAGES, calibration=FREE_ROWS, drafter=drafter)
+        for number in range(2):
+            state.handle(order(prompt_of(20 + number, number), 100, str(number)), 0.0)
+        model.guesses, said = 0, list[Message]()
+        while state.stats().running:
+            state.prepare(0.0)
+            plan = state.schedule(0.0)
+            ended = step(model, *plan.values())
+            made += sum(map(len, model.proposals.values()))
+            done = StepDone(plan, ended.sampled, ended.scores, ended.seconds, ended.verified)
+            said += [each.message for each in state.handle(done, 0.0) if isinstance(each, SendToRouter)]
+        outputs.append([tokens_of(said, str(number)) for number in range(2)])
+    assert outputs[0] == outputs[1]
+    assert all(len(each) == 100 for each in outputs[0])
+    assert 0 < made < 0.3 * 2 * 100 * GUESSES
+
+
+def guesses_fewer(model: VllmRunner, page_size: int = PAGE) -> None:
+    """A step with fewer of them, or none, leaves the draft the K and V from which it guesses after later ones."""
+    more, fewer = (Generation(prompt_of(40, 40), range(at, at + 8), page_size=page_size) for at in (0, 8))
+    for number in range(12):
+        proposed: list[Sequence[int]] = []
+        for one, model.guesses in ((more, GUESSES), (fewer, (GUESSES, 0, 1, 0, 2)[number % 5])):
+            chunk = one.chunk()
+            one.take(chunk, step(model, chunk).sampled[0])
+            proposed.append(model.proposals[0])
+            assert len(proposed[-1]) == model.guesses
+            assert (model.guess_seconds > 0) == bool(model.guesses)
+        assert proposed[1] == proposed[0][: model.guesses]
+    model.guesses = GUESSES
 
 
 @pytest.mark.parametrize(
