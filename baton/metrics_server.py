@@ -26,12 +26,12 @@ from baton.unix import NO_DESCRIPTORS
 log = logging.getLogger(__name__)
 of_strangers = RateLimitedLog(log)
 
-MAX_CONNECTIONS = 32  # at a time
+MAX_CONNECTIONS = 64  # at a time
 DEADLINE = 5.0  # seconds from the start of a connection to its end, however it is used
 _MAX_THREADS = 2 * MAX_CONNECTIONS  # those of connections that were closed may still make their answer
 _MAX_HEAD = 16_384  # bytes
 _POLL = 0.5  # seconds between two looks for connections past their deadline
-_PAUSE = 0.005  # seconds between two connections: at most 200 a second, so a flood takes little of the process's core
+_PAUSE = 0.0025  # seconds between two connections: 400 a second, each of which takes 0.4 ms of the process's core
 _NO_DESCRIPTORS_PAUSE = 0.5  # seconds without accepting, after the process had no descriptor left
 
 
@@ -117,7 +117,7 @@ class _Head(io.BufferedReader):
 class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
     daemon_threads = True
     block_on_close = False  # threads end when their connections do
-    request_queue_size = 128
+    request_queue_size = 256  # 0.64 s of connections
 
     def __init__(self, listener: socket.socket, answer: Answerer) -> None:
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
