@@ -4,6 +4,8 @@
 - No sentence of more than `MOST_WORDS` words. A semicolon ends a sentence.
 - No name that code binds ends in a participle (`asked`, `pages_wanted`), with or without an adverb (`_told_of`): that
   says not what the thing is. After a form of be, have or not (`is_kept`) and before a noun (`kept_pages`) it may stand.
+- A file of tests bears the name of a module or folder of its package, `tests/router/test_state_faults.py` that of
+  `router/state.py`. `TESTS_OF_SEVERAL` lists the others. A folder of tests without a package has names of its own.
 
 Code in backticks, fenced and indented blocks, and drawings are not read. Names of tests are sentences.
 """
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PEOPLE = re.compile(r"\b(who|whom|whoever|nobody|somebody|everybody)\b", re.IGNORECASE)
@@ -26,6 +29,12 @@ PARTICIPLE = re.compile(
     r"(?:_(?:again|anew|as|at|away|back|before|by|for|from|here|in|now|of|off|on|out|over|to|up|with))*$"
 )
 _VERB = re.compile(r"(?:^|_)(?:is|are|was|were|be|been|being|has|have|had|not)_")
+# Of documents and scripts, of the tests' own tools, and of workers, stores or files of several packages together.
+TESTS_OF_SEVERAL = frozenset(
+    {"test_documents", "test_english", "test_test_runs", "test_vllm_upgrade", "test_wheel", "test_fuzzer"}
+    | {"test_reference", "test_hand_off", "test_overlapped", "test_window_groups", "test_simulator"}
+    | {"test_way_of_a_chat"}
+)
 _NAMES_OF_OTHERS = frozenset({"connection_made", "pages_found"})  # asyncio calls it; a column of the dashboard's page
 
 _ROOT = Path(__file__).parents[1]
@@ -46,7 +55,7 @@ def main(paths: list[str]) -> int:
             print(f"{path}:{line}: {problem}")
             problems += 1
     if problems:
-        print(f"{problems} sentences and names to mend: see CONTRIBUTING.md, English")
+        print(f"{problems} sentences and names to mend: see CONTRIBUTING.md")
     return int(problems > 0)
 
 
@@ -55,6 +64,8 @@ def check(path: Path) -> Iterator[Text]:
     text = path.read_text()
     blocks = _paragraphs(text.split("\n"), 1) if path.suffix == ".md" else _python(text)
     if path.suffix == ".py":
+        if not is_named_by_module(path):
+            yield 1, f"{path.name}: test_MODULE.py or test_MODULE_ASPECT.py, with a module or folder of its package"
         yield from ((line, problem) for line, name in _names(ast.parse(text)) if (problem := _wrong_name(name)))
     for line, paragraph in blocks:
         plain = re.sub(r"``[^`]+``|`[^`]+`|\[([^\]]*)\]\([^)]*\)", lambda m: m[1] or "CODE", paragraph)
@@ -64,6 +75,20 @@ def check(path: Path) -> Iterator[Text]:
             words = [word for word in sentence.split() if re.search(r"\w", word)]
             if len(words) > MOST_WORDS:
                 yield line, f"{len(words)} words in a sentence: {_short(sentence)}"
+
+
+def is_named_by_module(path: Path) -> bool:
+    """Whether a file of tests bears the name of a module or folder of its package, or need not."""
+    if path.parts[0] != "tests" or not path.stem.startswith("test_") or path.stem in TESTS_OF_SEVERAL:
+        return True
+    modules = _modules(path.parts[1])
+    return not modules or any(f"{path.stem}_".startswith(f"test_{module}_") for module in modules)
+
+
+@cache
+def _modules(package: str) -> frozenset[str]:
+    listing = subprocess.run(["git", "ls-files", package], cwd=_ROOT, capture_output=True, text=True, check=True)  # noqa: S603, S607
+    return frozenset(part.partition(".")[0] for path in listing.stdout.split() for part in Path(path).parts[1:])
 
 
 def _names(tree: ast.AST) -> Iterator[Text]:

@@ -204,14 +204,14 @@ their verdicts with what the processes do. Transformers is the model of what is 
   ([vllm.md](vllm.md)).
 """
 
-GENERATION = "tests/engine/test_generation.py"
-DETERMINISM = "tests/engine/test_determinism.py"
+GENERATION = "tests/engine/test_engine_generation.py"
+DETERMINISM = "tests/engine/test_engine_determinism.py"
 EXACT = "tests/processes/test_exact.py"
 CONFIG = "tests/engine/test_config.py"
 FORMATS = "tests/engine/test_formats.py"
 GGUF = "tests/engine/test_gguf.py"
-AT_LOAD = "tests/engine/test_quantized_at_load.py"
-CHOICE = "tests/engine/test_engine_choice.py"
+AT_LOAD = "tests/engine/test_quantize_at_load.py"
+CHOICE = "tests/worker/test_engine_choice.py"
 VLLM_TESTS = {
     "exact": ("tests/vllm_runner/test_runner.py", "test_greedy_tokens_are_those_of_transformers"),
     "TP 2": ("tests/vllm_runner/test_ranks.py", "test_tokens_are_those_of_transformers_and_of_one_rank"),

@@ -13,7 +13,7 @@ Parts, by call:
 
 1. - limits: nvidia-smi, what the context of CUDA takes, the speed of copies and matrix products.
    - imports: every entry module can be imported.
-   - tests: `pytest -m gpu tests/engine/test_gpu.py`.
+   - tests: `pytest -m gpu tests/engine/test_engine_gpu.py`.
 2. - engine: steps on random weights of two shapes, 8B and 0.6B, made on the device. Decoding 1, 8, 64 and 256 sequences
      of 2,000 tokens, prompts of 2,048 and 8,192; each as a share of the roofline.
    - profile: the kernels of decode steps and of a chunk, by torch's profiler.
@@ -203,7 +203,7 @@ def _imports() -> Rows:
 
 def _tests(device: Device, out: Path) -> Rows:
     command = [sys.executable, "-m", "pytest", "-q", "-W", "default", "-m", "gpu", "-p", "no:cacheprovider"]
-    command += ["--durations=0", "tests/engine/test_gpu.py"]
+    command += ["--durations=0", "tests/engine/test_engine_gpu.py"]
     log = out / "tests.txt"
     with log.open("w") as output:  # what a run that is cut off has said lies there
         try:

@@ -20,7 +20,7 @@ from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopyIn
 from kvstore.layout import PageLayout
 from tests.cuda.fake_gpu import FakeGpu, HostWaits, Race
-from tests.engine import test_gpu
+from tests.engine import test_engine_gpu
 from tests.support import checkpoints
 from tests.support.thorough import cases
 
@@ -97,18 +97,18 @@ def test_steps_ahead_draw_the_tokens_of_a_cpu(seed: int, checkpoint: Checkpoint,
 @pytest.mark.parametrize("seed", cases(range(20), range(2)))
 def test_masked_draws_come_beside_a_step_ahead(seed: int, checkpoint: Checkpoint) -> None:
     with FakeGpu(seed):
-        test_gpu.test_masked_draws_come_beside_a_step_ahead(checkpoint)
+        test_engine_gpu.test_masked_draws_come_beside_a_step_ahead(checkpoint)
 
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_pages_move_beside_steps(pins: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeGpu(1):
-        test_gpu.test_pages_move_beside_steps(pins, checkpoint, monkeypatch)
+        test_engine_gpu.test_pages_move_beside_steps(pins, checkpoint, monkeypatch)
 
 
 def test_experts_wait_for_nothing(checkpoint: Checkpoint) -> None:
     with FakeGpu(2):
-        test_gpu.test_experts_wait_for_nothing("float32", checkpoint)
+        test_engine_gpu.test_experts_wait_for_nothing("float32", checkpoint)
 
 
 def fail(checkpoint: Checkpoint) -> None:
@@ -163,10 +163,10 @@ def _a_failed_step_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 
 MISTAKES = [
-    (_beside_waits_for_no_event, Race, test_gpu.test_masked_draws_come_beside_a_step_ahead),
-    (_logits_are_dropped, Race, test_gpu.test_masked_draws_come_beside_a_step_ahead),
-    (_a_download_is_not_awaited, Race, test_gpu.test_masked_draws_come_beside_a_step_ahead),
-    (_an_upload_is_pageable, HostWaits, test_gpu.test_masked_draws_come_beside_a_step_ahead),
+    (_beside_waits_for_no_event, Race, test_engine_gpu.test_masked_draws_come_beside_a_step_ahead),
+    (_logits_are_dropped, Race, test_engine_gpu.test_masked_draws_come_beside_a_step_ahead),
+    (_a_download_is_not_awaited, Race, test_engine_gpu.test_masked_draws_come_beside_a_step_ahead),
+    (_an_upload_is_pageable, HostWaits, test_engine_gpu.test_masked_draws_come_beside_a_step_ahead),
     (_a_failed_step_goes_on, Race, fail),
 ]
 

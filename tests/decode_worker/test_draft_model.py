@@ -14,6 +14,7 @@ from decode_worker.proposers import NgramProposer
 from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk, Sampled
 from kvstore.client.transfer import StoreUp
+from tests.decode_worker.test_scheduler_decisions import PROMPT, finishes, order, tokens_of
 from tests.decode_worker.test_speculation import (
     DEAR_ROWS,
     EVERY_SHARE,
@@ -22,7 +23,6 @@ from tests.decode_worker.test_speculation import (
     plans_of,
     steps_of,
 )
-from tests.decode_worker.test_state import PROMPT, finishes, order, tokens_of
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token, reference
 
 CONTEXT = 1_000

@@ -13,8 +13,8 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.step.batch import Chunk
 from engine.step.outcome import ScheduledBatch, StepFailed
 from kvstore.client.transfer import StoreUp
+from tests.decode_worker.test_scheduler_decisions import PROMPT, order, tokens_of
 from tests.decode_worker.test_speculation import DEAR_ROWS, EVERY_SHARE, FREE_ROWS, has_the_tokens_without, steps_of
-from tests.decode_worker.test_state import PROMPT, order, tokens_of
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token, reference
 
 GUESSES = 5

@@ -16,7 +16,7 @@ from engine.sampling.logits_rules import LogitsEditor
 from engine.step.batch import Chunk
 from engine.step.outcome import ScheduledBatch
 from kvstore.client.transfer import StoreUp
-from tests.decode_worker.test_state import PROMPT, finishes, order, tokens_of
+from tests.decode_worker.test_scheduler_decisions import PROMPT, finishes, order, tokens_of
 from tests.support.workers_and_stores import PAGE, PAGE_BYTES, VOCAB, Rig, RigWorker, next_token, reference
 
 FREE_ROWS = [StepSample(0, 0, rows, rows * context, 0.01) for rows in (1, 2, 4) for context in (2, 40)]

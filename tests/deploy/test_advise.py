@@ -14,8 +14,8 @@ from deploy.cli import app
 from deploy.commands import chart
 from simulator import trials
 from simulator.cluster import SimulatedCluster
-from tests.engine.test_engine_choice import GPT_OSS, GRANITE
 from tests.engine.test_memory import BASE, WINDOWS
+from tests.worker.test_engine_choice import GPT_OSS, GRANITE
 
 MODEL = """
 about: round figures

@@ -1,4 +1,4 @@
-"""`.ci/english.py` reads the names that code binds."""
+"""`.ci/english.py` reads the names that code binds, and those of files of tests."""
 
 import runpy
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.documents import ROOT
 
-CHECK = runpy.run_path(str(ROOT / ".ci" / "english.py"))["check"]
+ENGLISH = runpy.run_path(str(ROOT / ".ci" / "english.py"))
 REFUSED = """
 asked = 1
 def f(told_of): ...
@@ -28,4 +28,24 @@ self.whole = told.whole
 def test_names(tmp_path: Path, code: str):
     path = tmp_path / "module.py"
     path.write_text(code.replace(": case", ":\n    case") + "\n")
-    assert bool(list(CHECK(path))) == (code in REFUSED)
+    assert bool(list(ENGLISH["check"](path))) == (code in REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        ("tests/router/test_state.py", True),
+        ("tests/router/chat/test_parser.py", True),
+        ("tests/router/test_state_faults.py", True),
+        ("tests/router/test_stately.py", False),
+        ("tests/router/test_router_faults.py", False),
+        ("tests/processes/test_ipv6.py", True),
+        ("tests/engine/test_engine_gpu.py", True),
+    ],
+)
+def test_files_of_tests_bear_the_names_of_modules(path: str, right: bool):
+    assert ENGLISH["is_named_by_module"](Path(path)) == right
+
+
+def test_each_file_without_a_modules_name_exists():
+    assert all(list(ROOT.glob(f"tests/*/{name}.py")) for name in ENGLISH["TESTS_OF_SEVERAL"])

@@ -22,7 +22,7 @@ from engine.models import heads
 from engine.models.heads import eagle, mlp_speculator
 from engine.models.linear import PlainLinears
 from engine.step.batch import Chunk, DrawnRows, HiddenRow, TokenDraw
-from tests.engine.test_draft_model import PAGES, PROMPTS, engine, outputs, settings
+from tests.worker.test_draft_model import PAGES, PROMPTS, engine, outputs, settings
 from tools.demo_model.heads import first_heads
 from worker import draft
 

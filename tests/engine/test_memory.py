@@ -24,8 +24,8 @@ from engine.models.linear import Dense, PlainLinears
 from engine.models.memory import activation_bytes, weight_bytes
 from engine.models.weights import MlpWeights, expected_tensors
 from engine.spec import ExpertsSpec, ModelSpec
-from tests.engine.test_engine_choice import GPT_OSS, GRANITE, MAMBA2
-from tests.engine.test_experts import expert_layer
+from tests.engine.test_mlp_experts import expert_layer
+from tests.worker.test_engine_choice import GPT_OSS, GRANITE, MAMBA2
 
 WINDOWS = {
     "architectures": ["GptOssForCausalLM"],

@@ -17,7 +17,7 @@ from engine.step.recomputation import NAME, ComparePages, PagesCompared, Recompu
 from kvstore.client.device_block_manager import DeviceBlockManager
 from kvstore.client.transfer import CallStore
 from kvstore.events.changes import PagesRemoved
-from tests.decode_worker.test_state import finishes
+from tests.decode_worker.test_scheduler_decisions import finishes
 from tests.kvstore.chains import key, keys, parent
 from tests.kvstore.test_refill import cached, full_keys, order, serve, stored
 from tests.support.workers_and_stores import PAGE, Rig, RigWorker

@@ -21,7 +21,7 @@ HOLDERS = st.one_of(st.none(), st.none(), st.lists(st.tuples(st.integers(0, 3), 
 class StoreMachine(RuleBasedStateMachine):
     """Every rule is one thing that may happen. `prompt`: then all that it leads to happens at once, undisturbed.
 
-    Here is one store with three workers and without a disk; `test_tiers_machine.py` has several with two workers."""
+    Here is one store with three workers and without a disk. In `test_tier_manager_machine.py` several have two."""
 
     alone = True
 

@@ -1,8 +1,8 @@
 """One bit flipped in a page, tier by tier, under a real cluster: found, counted, dropped, made again; tokens right.
 
-Corruption between stores: `tests/kvstore/test_two_stores.py`. Pages on a worker's device have no checksum: every step
-reads them, in arithmetic that has no time for one. A page that leaves for the arena is sealed with a checksum of its
-bytes on the device. `pages.recompute_share` finds what was wrong there.
+Corruption between stores: `tests/kvstore/test_service_two_stores.py`. Pages on a worker's device have no checksum:
+every step reads them, in arithmetic that has no time for one. A page that leaves for the arena is sealed with a
+checksum of its bytes on the device. `pages.recompute_share` finds what was wrong there.
 """
 
 import os

@@ -17,7 +17,7 @@ from router.frontend.detokenizer import Tokenizer
 from router.frontend.token_cache import TextOwner, TokenCache
 from tests.router import tokenizers
 from tests.router.test_api import door
-from tests.router.test_tokenizer_threads import KINDS, PROSE, Counting, copy
+from tests.router.test_detokenizer_long_prompts import KINDS, PROSE, Counting, copy
 from tests.support.eventually import eventually_async
 
 OWNER = TextOwner("", "")

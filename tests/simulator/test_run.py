@@ -6,7 +6,7 @@ from engine.step.batch import Chunk, Sampled, TokenDraw
 from engine.step.outcome import ScheduledBatch
 from kvstore.keys import pack_tokens
 from simulator.run import RunDecodeScheduler, RunDone
-from tests.decode_worker.test_state import tokens_of
+from tests.decode_worker.test_scheduler_decisions import tokens_of
 from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, next_token, reference
 
 PROMPT = [1, 2, 3, 4, 5]

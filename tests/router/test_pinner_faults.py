@@ -15,7 +15,7 @@ from router.events import Cancelled, ClientGone, Failed
 from router.prefix_pinning.pin import PinPhase
 from tests.router.cluster import Cluster
 from tests.router.model import CONFIG, PAGE_BYTES
-from tests.router.test_router_faults import ClusterFaults, break_process
+from tests.router.test_state_faults import ClusterFaults, break_process
 from tests.support.thorough import automaton
 
 pytestmark = pytest.mark.slow

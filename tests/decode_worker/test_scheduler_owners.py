@@ -2,7 +2,7 @@
 
 from baton.membership import RouterLost
 from baton.messages import AttemptFailed, AttemptName, Cancel, Refused, Resend, RouterHeartbeat, Tokens
-from tests.decode_worker.test_state import PROMPT, order, tokens_of, worker
+from tests.decode_worker.test_scheduler_decisions import PROMPT, order, tokens_of, worker
 from tests.support.workers_and_stores import RigWorker, reference
 
 

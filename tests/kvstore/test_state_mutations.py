@@ -23,7 +23,7 @@ from kvstore.server.pins import PinnedPrefixes
 from kvstore.server.state import StoreState
 from kvstore.server.tier_manager import TierManager, TierResult
 from kvstore.transport.interface import AskPeer, PagesLanded, SendPages
-from tests.kvstore.test_tiers_machine import TiersMachine
+from tests.kvstore.test_tier_manager_machine import TiersMachine
 from tests.support.fake_disk import FakeDisk, Finished, Write
 from tests.support.thorough import run_machine
 from tests.support.wait_graph import WaitCycle

@@ -11,7 +11,7 @@ from simulator.faults import Faults
 from simulator.timing import DiskTimes
 from simulator.transport import Parcel, SimulatedTransport
 from simulator.workloads import Random, Wishes
-from tests.kvstore.test_mutations import Mutation, a_page_is_sealed_when_it_is_reserved
+from tests.kvstore.test_state_mutations import Mutation, a_page_is_sealed_when_it_is_reserved
 from tests.simulator.simulated import PAGE, cluster, serve, timing
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from baton.config import DecodeConfig, PrefillConfig
 from baton.messages import AttemptFailed, Cancel, FetchIncomplete, Message, Prefilled, Started
 from kvstore.server.head_of_line import HeadOfLine
 from prefill_worker.scheduler import PrefillScheduler
-from tests.decode_worker.test_state import tokens_of
-from tests.prefill_worker.test_state import awaits, order
+from tests.decode_worker.test_scheduler_decisions import tokens_of
+from tests.prefill_worker.test_scheduler_decisions import awaits, order
 from tests.support.wait_graph import WaitCycle, assert_no_cycle
 from tests.support.workers_and_stores import PAGE, Rig, RigWorker, reference
 

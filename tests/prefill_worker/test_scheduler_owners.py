@@ -2,7 +2,7 @@
 
 from baton.membership import RouterLost
 from baton.messages import AttemptName, Cancel, Refused, RouterHeartbeat
-from tests.prefill_worker.test_state import PROMPT, done, order, worker
+from tests.prefill_worker.test_scheduler_decisions import PROMPT, done, order, worker
 from tests.support.workers_and_stores import PAGE
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.router.test_client import connected, router
+from tests.baton.test_client_at_router import connected, router
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from router.request import RequestPhase
 from simulator.worker import SimulatedWorker
-from tests.kvstore.test_mutations import Mutation
+from tests.kvstore.test_state_mutations import Mutation
 from tests.simulator.adversarial import ROUTERS, Crowd
-from tests.simulator.test_checked_pages import pages_of_a_transfer_are_swapped
+from tests.simulator.test_cluster_checked_pages import pages_of_a_transfer_are_swapped
 from tests.support.thorough import automaton
 
 TTL = 3.0  # seconds that pins last

@@ -25,7 +25,7 @@ from engine.step.block_table import BlockTable
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedIn, CopiedOut, CopyIn, CopyOut
 from tests.engine.sampler_cases import assert_same_draws, assert_same_scores, random_draw, random_logits
-from tests.engine.test_masked_steps import HeldMask
+from tests.engine.test_steps_masked import HeldMask
 from tests.support import checkpoints
 from worker.load_runner import load
 from worker.pool_size import CudaMemory

@@ -24,8 +24,8 @@ from engine.step.batch import Sampled, TokenDraw
 from engine.step.outcome import StepDone
 from kvstore.keys import pack_tokens
 from tests.decode_worker.load import OnePageEach
+from tests.decode_worker.test_scheduler_decisions import finishes, tokens_of
 from tests.decode_worker.test_speculation import FREE_ROWS
-from tests.decode_worker.test_state import finishes, tokens_of
 from tests.router import tokenizers
 from tests.support.eventually import eventually
 from tests.support.workers_and_stores import PAGE, ROOT

@@ -19,11 +19,11 @@ from baton.client import AsyncClient
 from baton.config import CascadeConfig, FurtherModel, ModelConfig
 from baton.errors import DeadlineExpired, ModelError, UnsupportedField
 from baton.messages import Decode
-from tests.router import test_chat_api, test_two_models, tokenizers
+from tests.router import test_chat_api, test_frontend_two_models, tokenizers
 from tests.router.served import Served, model_folder, served, settings_for
 from tests.router.test_api import PROMPT, SEED, Door, completion, text_of
 from tests.router.test_chat_api import MESSAGES, OUTPUT, TOOLS, WEATHER, Client
-from tests.router.test_two_models import two_models
+from tests.router.test_frontend_two_models import two_models
 from tests.support.eventually import becomes, eventually_async
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ async def doors(
         test_chat_api.tokenizer().save(f"{path}/tokenizer.json")
         Path(path, "tokenizer_config.json").write_text(json.dumps({"chat_template": test_chat_api.TEMPLATE}))
     async with contextlib.AsyncExitStack() as stack:
-        client, further = await stack.enter_async_context(test_two_models.doors(config))
+        client, further = await stack.enter_async_context(test_frontend_two_models.doors(config))
         addresses = client.router.addresses
         yield client, further, await stack.enter_async_context(AsyncClient(addresses.grpc, addresses.operator))
 

@@ -9,7 +9,7 @@ from engine.step.outcome import StepDone, StepFailed, StepLaunched, StepOutOfMem
 from kvstore.keys import cacheable_pages, pack_tokens
 from prefill_worker.prefill_request import PrefillPhase
 from simulator.worker_shell import at_once
-from tests.decode_worker.test_state import tokens_of
+from tests.decode_worker.test_scheduler_decisions import tokens_of
 from tests.support.workers_and_stores import PAGE, ROOT, Rig, RigWorker, reference
 
 PROMPT = [7, 3, 9, 1, 4, 4, 2, 8, 5, 6, 1, 2, 3, 3]  # three full pages and two tokens

@@ -1,0 +1,3 @@
+from tests.engine.conftest import engine
+
+__all__ = ["engine"]
