@@ -4,25 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.engine import Engine
 from tests.support.checkpoints import Reference
 from tests.support.checkpoints import reference as load_reference
+from tests.support.engine_fixture import engine
 
-PAGES = 96
+__all__ = ["engine"]
 
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], Reference]:
     """`reference(name)`: that checkpoint as transformers runs it."""
     return cache(lambda name: load_reference(checkpoint(name)))
-
-
-@pytest.fixture(scope="session")
-def engine(checkpoint: Callable[[str], Path]) -> Callable[..., Engine]:
-    """`engine(name, page_size=16, head=True, copy=0)`: a float32 engine, loaded once a session; pools stay dirty."""
-
-    @cache
-    def loaded(name: str, page_size: int = 16, head: bool = True, copy: int = 0) -> Engine:
-        return Engine.load(checkpoint(name), "float32", "cpu", PAGES * 16 // page_size, page_size, head, threads=1)
-
-    return loaded

@@ -1,3 +1,3 @@
-from tests.engine.conftest import engine
+from tests.support.engine_fixture import engine
 
 __all__ = ["engine"]
