@@ -90,7 +90,7 @@ class Speculation:
         if self._ask is not None:
             self._depth = MOST
             self._ask(MOST if verify_all else 0)
-        self._asked: dict[AttemptName, int] = {}  # of the drafter in the last step, for the next one
+        self._next_counts: dict[AttemptName, int] = {}  # of the drafter in the last step, for the next one
         self._rights = [*_FIRST]
         self._curve = RowCurve(costs.cost)
         self._chooser = ProposalChooser(self._curve)
@@ -106,7 +106,7 @@ class Speculation:
         context = sum(chunk.start + 1 for chunk in plan.values())
         self._without = self._costs.cost.of(rows=len(plan), context=context)
         decides = self._verify_all or self._chooser.is_due(self._without * self._lately)
-        if not (decides or self._asked):
+        if not (decides or self._next_counts):
             return 0.0
         candidates = [
             candidate
@@ -214,10 +214,10 @@ class Speculation:
     def _ahead(self, candidates: Items[_Candidate], counts: Items[int], ask: Callable[[int], None]) -> Items[int]:
         """Have the drafter guess so many for the next step. Return the counts for this one: of what it has guessed, as
         many as were decided on then, and for a sequence about which nothing was, as many as for any other."""
-        before, most = self._asked, max(self._asked.values(), default=0)
+        before, most = self._next_counts, max(self._next_counts.values(), default=0)
         drafted = [(each.name, count) for each, count in zip(candidates, counts, strict=True) if each.proposals.drafted]
         next_most = max((count for _, count in drafted), default=0)
-        self._asked = dict(drafted) if next_most else {}
+        self._next_counts = dict(drafted) if next_most else {}
         ask(next_most)
         return [
             min(before.get(each.name, most), each.most) if each.proposals.drafted else count

@@ -26,7 +26,7 @@ class Drafting:
     def __init__(self, share: float, guess_seconds: float = 0.0) -> None:
         self.proposals: dict[int, list[int]] = {}  # after the last step
         self.guesses, self.guess_seconds = 0, 0.0
-        self.made: list[int] = []  # guesses after each row of each step
+        self.counts: list[int] = []  # of guesses after each row of each step
         self.each = guess_seconds
         self._rng, self._share = random.Random(2), share
 
@@ -44,8 +44,8 @@ class Drafting:
     def note(self, known: Sequence[Sequence[int]], plan: ScheduledBatch) -> None:
         both = enumerate(zip(known, plan.values(), strict=True))
         self.proposals = {number: self.after(*each) for number, each in both if each[1].sample is not None}
-        self.made.append(max(map(len, self.proposals.values()), default=0))
-        self.guess_seconds = self.made[-1] * self.each
+        self.counts.append(max(map(len, self.proposals.values()), default=0))
+        self.guess_seconds = self.counts[-1] * self.each
 
 
 def worker(drafting: Drafting, rows: Sequence[StepSample] = FREE_ROWS, **more: Any) -> RigWorker:
@@ -77,8 +77,8 @@ def test_where_guesses_do_not_pay_hardly_any_are_made(share: float, seconds: flo
     one = worker(drafting, rows)
     assert steps_of(one, 120) > 80
     assert tokens_of(one.messages) == reference(PROMPT, 120)
-    assert sum(drafting.made[40:]) <= 8
-    assert one.state.stats().speculation.draft_tokens == sum(drafting.made), "some were made in vain"
+    assert sum(drafting.counts[40:]) <= 8
+    assert one.state.stats().speculation.draft_tokens == sum(drafting.counts), "some were made in vain"
 
 
 def test_after_a_step_that_fails_there_are_none() -> None:

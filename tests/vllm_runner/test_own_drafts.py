@@ -146,23 +146,23 @@ def test_fewer_guesses_are_the_first_of_more(method: str, runner: Loaded):
 
 def test_wrong_guesses_are_hardly_made(runner: Loaded):
     """By a decode worker's scheduler, which learns what guesses take. Random layers guess wrong."""
-    model, outputs, made = runner("eagle"), list[list[list[int]]](), 0
+    model, outputs, guesses = runner("eagle"), list[list[list[int]]](), 0
     for drafter in (None, HandedProposals(model, GUESSES)):
         state = DecodeScheduler(DecodeConfig(), PAGE, PAGES, calibration=FREE_ROWS, drafter=drafter)
         for number in range(2):
             state.handle(order(prompt_of(20 + number, number), 100, str(number)), 0.0)
-        model.guesses, said = 0, list[Message]()
+        model.guesses, messages = 0, list[Message]()
         while state.stats().running:
             state.prepare(0.0)
             plan = state.schedule(0.0)
             ended = step(model, *plan.values())
-            made += sum(map(len, model.proposals.values()))
+            guesses += sum(map(len, model.proposals.values()))
             done = StepDone(plan, ended.sampled, ended.scores, ended.seconds, ended.verified)
-            said += [each.message for each in state.handle(done, 0.0) if isinstance(each, SendToRouter)]
-        outputs.append([tokens_of(said, str(number)) for number in range(2)])
+            messages += [each.message for each in state.handle(done, 0.0) if isinstance(each, SendToRouter)]
+        outputs.append([tokens_of(messages, str(number)) for number in range(2)])
     assert outputs[0] == outputs[1]
     assert all(len(each) == 100 for each in outputs[0])
-    assert 0 < made < 0.3 * 2 * 100 * GUESSES
+    assert 0 < guesses < 0.3 * 2 * 100 * GUESSES
 
 
 def guesses_fewer(model: VllmRunner, page_size: int = PAGE) -> None:
