@@ -5,8 +5,9 @@
 
 The Llama of 100 M random parameters, what `baton quantize --head` makes of it, its rows in FP8, and a GGUF file of it
 in Q4_K. Of each form and number of threads: output tokens per second of 1 and 8 sequences behind 128 tokens, and prompt
-tokens per second of a prompt of 1,024. Then the bytes of weights that a step reads, and how far logits are from those
-of bfloat16.
+tokens per second of a prompt of 1,024. Then the bytes of weights that a step reads, one sequence's share of what the
+machine can read a second, and how far logits are from those of bfloat16. `tools.demo_model.evaluate --quantized` has
+the demo model's recall.
 
 Each engine is a process. They take turns, and speeds stand beside those of our bfloat16 in the same round. A decoding
 rate is that of the tokens after the first, which a job of one token is timed for. No round begins that would end after
@@ -32,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from baton.checkpoints import hub
 from bench import models, report
 from bench.engine import gguf_form
+from bench.engine.roofline import machine_limits
 from bench.engine.speed import OPENVINO_STEP_TOKENS, converted
 from bench.peers import environments
 from bench.peers.adapter import Peer, PeerFailed
@@ -63,13 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths["fp8"] = _in_fp8(plain)
     paths[GGUF] = hub.resolve(str(_gguf(plain, GGUF)))
     lacks: dict[str, str] = {}
+    read = {name: _bytes(path) for name, path in paths.items()}
     peers = _peers(plain, args.folder, lacks) if args.peers else {}
     report.say(report.machine())
     share = args.minutes * 60 / len(args.threads)
     for number, threads in enumerate(args.threads):
         commands: dict[str, Callable[[int], Command]] = {name: _own(path) for name, path in paths.items()} | peers
         begun = time.monotonic()
+        before = machine_limits(threads, torch.bfloat16)
         rates = _measured(commands, threads, args.rounds, begun + share, 100 * number, lacks)
+        limit = before.best(machine_limits(threads, torch.bfloat16)).read
         for name, own in rates.items():
             for case in _CASES:
                 words = f"{name}, {case.name}"
@@ -77,11 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 result = report.beside("formats", figure, case.unit, own[case.name], rates[PLAIN][case.name])
                 target = TARGETS.get(words)
                 report.emit(result if target is None else report.judged(result, target, "high"))
+        for name, size in read.items():
+            speeds = [rate * size for rate in rates[name][_CASES[0].name]]
+            figure = f"{name}, weights that {_CASES[0].name} reads, threads {threads}"
+            report.emit(report.beside("formats", figure, "B/s", speeds, [limit] * len(speeds)))
         report.say(_table(rates, lacks, threads))
     logits = {name: _logits(path) for name, path in paths.items()}
-    for name, path in paths.items():
+    for name in paths:
         lost = float((logits[name] - logits[PLAIN]).square().mean().sqrt() / logits[PLAIN].std())
-        report.emit(report.Result("formats", f"{name}, weights of a step", _bytes(path), "B"))
+        report.emit(report.Result("formats", f"{name}, weights of a step", read[name], "B"))
         report.emit(report.Result("formats", f"{name}, logits' error", lost, "of their deviation"))
     return 0
 
