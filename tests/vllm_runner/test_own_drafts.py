@@ -30,8 +30,8 @@ from engine.step.outcome import StepDone
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopiedOut, CopyIn, CopyOut
+from tests.decode_worker.test_scheduler_decisions import order, tokens_of
 from tests.decode_worker.test_speculation import FREE_ROWS
-from tests.decode_worker.test_state import order, tokens_of
 from tests.support import checkpoints
 from tests.vllm_runner.driver import PAGE, PAGES, Generation, Loaded, arena_of, load, loaded_once, prompt_of, run, step
 from tests.vllm_runner.test_groups import GROUPS
