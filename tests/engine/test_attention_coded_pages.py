@@ -73,6 +73,7 @@ def test_every_code_is_read(held: str, engine: Callable[..., Engine]) -> None:
     """A token attends to pages that hold all of them, scaled to be of one size. Of FP8, token i has the exponent i."""
     ours, twin = (engine("llama", held, native=native) for native in (True, False))
     codes, scales = parts(twin.pool, twin.layout)
+    torch.manual_seed(0)  # of 300 seeds one rounds the new token's K or V to another code
     if held == INT8:
         codes.random_(-127, 128)
         scales.fill_(1 / 64)

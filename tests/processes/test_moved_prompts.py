@@ -49,6 +49,6 @@ def test_the_rest_of_a_prompt_moves(start: Callable[..., LocalCluster], path: Pa
     for attempts in parts:
         cached = [each.predicted.cached_tokens or 0 for each in attempts]
         assert 0 == cached[0] < cached[1], "the pages that were sealed are not computed again"
-        assert cached == sorted(cached)
+        assert cached[1] == min(cached[1:])
     assert streams.seen == [expected(path, prompt, OUTPUT) for prompt in PROMPTS]
     eventually(lambda: at_rest(cluster), what="everything freed")
