@@ -55,7 +55,13 @@ def quantize(
 
     source = hub.resolve(model, say=err.print)
     try:
-        quantize(source, output, int(form.removeprefix("int")), int(group), head, say)
+        products = quantize(source, output, int(form.removeprefix("int")), int(group), head, say)
     except (OSError, SafetensorError) as error:
         raise InvalidRequest(f"{source} can't be read, or {output} written: {error}") from None
+    if products.plain:
+        kinds = dict.fromkeys(name.rpartition(".")[2] for name in products.plain)
+        out.print(
+            f"{len(products.plain)} of {products.count} products have no whole groups of {group} inputs and stay "
+            f"plain: {', '.join(kinds)}"
+        )
     err.print(f"{output} has the checkpoint: baton up --model {output}")

@@ -10,6 +10,8 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,11 +30,13 @@ from engine.models.config import load_spec
 from engine.spec import ModelSpec, WeightSpec
 
 HEAD, EMBEDDING, HEAD_BITS = "lm_head", "model.embed_tokens.weight", 8
+_ROUTERS = [f"re:.*{name}$" for name in ("mlp.gate", "block_sparse_moe.gate")]
 _SHARD_BYTES = 4 * 2**30
 
 
 class LayerError(NamedTuple):
-    """What rounding has lost of a layer's products: the root of the mean square, over that of the numbers."""
+    """What rounding has lost of a layer's products that are rounded: the root of the mean square, over that of the
+    numbers."""
 
     layer: int | None  # None: the output head
     mean: float
@@ -40,12 +44,19 @@ class LayerError(NamedTuple):
     worst_name: str
 
 
-def quantize(source: Path, out: Path, bits: int, group: int, head: bool, say: Callable[[LayerError], None]) -> None:
+class Products(NamedTuple):
+    """The products of a checkpoint that were to be rounded."""
+
+    count: int
+    plain: list[str]  # of these, the ones whose inputs are no multiple of the group
+
+
+def quantize(source: Path, out: Path, bits: int, group: int, head: bool, say: Callable[[LayerError], None]) -> Products:
     """Write the checkpoint in `source` into the new directory `out`, and tell each layer's error. The directory appears
     whole or not at all.
 
     Products whose inputs are no multiple of `group` stay as they are. Raises ModelError for a checkpoint that can't be
-    read, InvalidRequest if `out` is there.
+    read, InvalidRequest if `out` is there or if all products stay as they are.
     """
     if out.exists():
         raise InvalidRequest(f"{out} is there already; name a directory that is not")
@@ -53,12 +64,21 @@ def quantize(source: Path, out: Path, bits: int, group: int, head: bool, say: Ca
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         whole = Path(folder) / out.name
         whole.mkdir()
-        _quantize(source, whole, bits, group, head, say)
+        products = _quantize(source, whole, bits, group, head, say)
         whole.rename(out)
+        return products
 
 
-def _quantize(source: Path, out: Path, bits: int, group: int, head: bool, say: Callable[[LayerError], None]) -> None:
+def _quantize(
+    source: Path, out: Path, bits: int, group: int, head: bool, say: Callable[[LayerError], None]
+) -> Products:
     spec = load_spec(source)
+    inputs = {shape[1] for _, _, shape in weights.matrices(spec)}  # the head's among them
+    if all(size % group for size in inputs):
+        raise InvalidRequest(
+            f"no product of the model has a multiple of {group} inputs, but {', '.join(map(str, sorted(inputs)))}: "
+            "take a smaller group, or serve the checkpoint as it is"
+        )
     raw = dict(read_config(source))
     with TensorFiles(source) as files:
         reading = weights.as_stored(files, spec)
@@ -66,15 +86,19 @@ def _quantize(source: Path, out: Path, bits: int, group: int, head: bool, say: C
         for error in writing.layers():
             say(error)
         if head:
-            say(writing.head())
+            for error in writing.head():
+                say(error)
             raw["tie_word_embeddings"] = False
         writing.others(head)
         _Shards(out).write(writing.tensors)
-    raw["quantization_config"] = rounding.settings(bits, group, HEAD_BITS if head else None, writing.plain)
+    raw["quantization_config"] = rounding.settings(
+        bits, group, HEAD_BITS if head else None, [*writing.plain, *_ROUTERS]
+    )
     (out / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     for file in {file for pattern in FILES for file in source.glob(pattern)}:
         if file.suffix != ".safetensors" and file.name not in ("config.json", INDEX):
             shutil.copyfile(file, out / file.name)
+    return Products(writing.count, writing.plain)
 
 
 class _Writing:
@@ -88,22 +112,18 @@ class _Writing:
         self._done = set[str]()
         self.tensors: dict[str, torch.Tensor] = {}
         self.plain: list[str] = []
+        self.count = 0
 
     def layers(self) -> Iterator[LayerError]:
-        lost: dict[int, dict[str, float]] = {}
-        for layer, name, shape in weights.matrices(self._spec):
-            if layer not in lost and lost:
-                yield _error(*lost.popitem())
-            lost.setdefault(layer, {})[name] = self._round(self._spec.stored, name, shape, self._bits)
-        for layer, errors in lost.items():
-            yield _error(layer, errors)
-        self.plain += [f"re:.*{name}$" for name in ("mlp.gate", "block_sparse_moe.gate")]  # routers
+        for layer, matrices in groupby(weights.matrices(self._spec), itemgetter(0)):
+            errors = [(name, self._round(self._spec.stored, name, shape, self._bits)) for _, name, shape in matrices]
+            yield from _error(layer, errors)
 
-    def head(self) -> LayerError:
+    def head(self) -> Iterator[LayerError]:
         shape, stored = (self._spec.vocab_size, self._spec.hidden_size), self._spec.stored.head or WeightSpec()
         place = EMBEDDING.removesuffix(".weight") if self._spec.tied_embeddings else HEAD
         matrix = formats.read_matrix(stored, place, shape, self._take)
-        return _error(None, {HEAD: self._keep(HEAD, matrix, HEAD_BITS)})
+        return _error(None, [(HEAD, self._keep(HEAD, matrix, HEAD_BITS))])
 
     def others(self, head: bool) -> None:
         """Take over what is no product of a layer."""
@@ -111,18 +131,19 @@ class _Writing:
             if name not in self._done and not (head and name.startswith(f"{HEAD}.")):
                 self.tensors[name] = self._take(name, shape, STORED)
 
-    def _round(self, stored: WeightSpec, name: str, shape: Shape, bits: int) -> float:
+    def _round(self, stored: WeightSpec, name: str, shape: Shape, bits: int) -> float | None:
         self._done |= formats.format_of(stored, name).stored(name, shape).keys()
         return self._keep(name, formats.read_matrix(stored, name, shape, self._take), bits)
 
-    def _keep(self, name: str, matrix: torch.Tensor | AffineGroups, bits: int) -> float:
-        """Round a matrix, or keep it if its inputs don't make whole groups. Return what was lost of it."""
+    def _keep(self, name: str, matrix: torch.Tensor | AffineGroups, bits: int) -> float | None:
+        """Round a matrix and return what was lost of it, or keep it if its inputs don't make whole groups."""
+        self.count += 1
         dense = matrix.dense() if isinstance(matrix, AffineGroups) else matrix
         weight = weights.as_published(self._spec, dense)
         if weight.shape[1] % self._group:
             self.tensors[f"{name}.weight"] = weight.clone()
             self.plain.append(name)
-            return 0.0
+            return None
         result = rounding.rounded(weight, bits, self._group, name)
         self.tensors |= rounding.stored(name, result.groups, weight.dtype)
         return result.error
@@ -151,6 +172,8 @@ class _Shards:
             (self._folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}, indent=2))
 
 
-def _error(layer: int | None, errors: dict[str, float]) -> LayerError:
-    worst = max(errors, key=lambda name: errors[name])
-    return LayerError(layer, sum(errors.values()) / len(errors), errors[worst], worst)
+def _error(layer: int | None, errors: list[tuple[str, float | None]]) -> Iterator[LayerError]:
+    lost = {name: error for name, error in errors if error is not None}
+    if lost:
+        worst = max(lost, key=lambda name: lost[name])
+        yield LayerError(layer, sum(lost.values()) / len(lost), lost[worst], worst)

@@ -1,6 +1,7 @@
 """Rounding a checkpoint to 8 and 4 bits: what is written, what is lost, and that it is what is computed with."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,27 @@ def test_products_that_make_no_whole_groups_stay_plain(tmp_path: Path):
     assert "model.layers.0.mlp.down_proj.weight" in tensors
     assert "model.layers.0.mlp.up_proj.weight_packed" in tensors
     torch.testing.assert_close(logits(tmp_path / "out"), logits(tmp_path / "out", native=False), atol=1e-3, rtol=1e-3)
+
+
+def test_products_that_stay_plain_are_told_and_have_no_part_in_the_mean(tmp_path: Path):
+    path = checkpoints.make("llama", tmp_path / "plain", hidden_size=64, head_dim=16, intermediate_size=256)
+    result = CliRunner().invoke(app, ["quantize", str(path), "--format", "int4", "--head", "-o", str(tmp_path / "out")])
+    layers = [line for line in result.stdout.splitlines() if ": error " in line]
+    assert len(layers) == load_spec(path).num_layers  # none of the head
+    for line in layers:
+        mean, worst = re.findall(r"([\d.]+)%", line)
+        assert mean == worst
+        assert "down_proj" in line
+    plain, names = len(layers) * 6 + 1, "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, lm_head"
+    message = f"{plain} of {len(layers) * 7 + 1} products have no whole groups of 128 inputs and stay plain: {names}"
+    assert message in " ".join(result.stdout.split())
+
+
+def test_a_model_without_whole_groups_is_refused(tmp_path: Path):
+    path = checkpoints.make("llama", tmp_path / "plain", hidden_size=64, head_dim=16, intermediate_size=160)
+    with pytest.raises(InvalidRequest, match=r"multiple of 128 inputs, but 64, 160: take a smaller group"):
+        quantize(path, tmp_path / "out", 4, 128, False, lambda _: None)
+    assert not (tmp_path / "out").exists()
 
 
 def test_experts_are_rounded_and_routers_are_not(checkpoint: Callable[[str], Path], tmp_path: Path):
