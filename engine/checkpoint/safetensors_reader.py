@@ -22,6 +22,7 @@ from engine.checkpoint.gguf_reader import GgufTensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000  # that safetensors reads
 _STORED_AS = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -134,7 +135,8 @@ class TensorFiles:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
                 present = set(file.keys())
             except (SafetensorError, OSError) as error:
-                raise CorruptWeights(f"{path} can't be read: {error}; fetch the checkpoint again") from error
+                why = _beyond_the_end(path) or error
+                raise CorruptWeights(f"{path} can't be read: {why}; fetch the checkpoint again") from error
             for name in present if promised is None else promised:
                 if name not in present:
                     raise CorruptWeights(f"{path.name} lacks {name}, which {INDEX} promises; fetch it again")
@@ -156,6 +158,21 @@ def _digest(name: str, tensor: torch.Tensor) -> bytes:
     content = xxhash.xxh3_128_digest(tensor.reshape(-1).view(torch.uint8).numpy().data)
     head = json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode()
     return len(head).to_bytes(4, "little") + head + content
+
+
+def _beyond_the_end(path: Path) -> str:
+    """Return which tensor is the first to end beyond the end of a file, in words; "" if there is none, or no header."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+        header.pop("__metadata__", None)
+        ends = {name: 8 + length + int(each["data_offsets"][1]) for name, each in header.items()}
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        return ""
+    end, name = min(((end, name) for name, end in ends.items() if end > size), default=(0, ""))
+    return name and f"{name} ends at byte {end:,} of {size:,}"
 
 
 def _shards(index: Path) -> dict[Path, list[str] | None]:

@@ -153,6 +153,20 @@ def test_a_file_that_is_truncated_or_no_safetensors(left: int | bytes, llama: Pa
         load(llama)
 
 
+def test_a_file_that_is_cut_names_the_first_tensor_that_is_not_whole(llama: Path):
+    file = llama / "model.safetensors"
+    whole = file.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:begin])
+    second = sorted(begin + one["data_offsets"][1] for name, one in header.items() if name != "__metadata__")[1]
+    (name,) = (name for name, one in header.items() if begin + one.get("data_offsets", (0, 0))[1] == second)
+    file.write_bytes(whole[: second - 1])
+    with pytest.raises(
+        CorruptWeights, match=rf"can't be read: {name} ends at byte {second:,} of {second - 1:,}; fetch"
+    ):
+        load(llama)
+
+
 def test_no_safetensors_at_all(llama: Path):
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match="pickled"):
