@@ -329,8 +329,9 @@ def _parameters(spec: ModelSpec) -> int:
     from math import prod
 
     from engine.models.weights import expected_tensors
+    from engine.spec import WeightSpec
 
-    return sum(map(prod, expected_tensors(spec).values()))
+    return sum(map(prod, expected_tensors(replace(spec, stored=WeightSpec())).values()))
 
 
 def _spec(model: str) -> ModelSpec:

@@ -71,6 +71,15 @@ def test_a_checkpoint_of_few_bits_can_be_rounded_again(model: Path, tmp_path: Pa
     assert (logits(tmp_path / "int4") - plain).square().mean().sqrt() < 0.5 * plain.std()
 
 
+def test_a_rounded_checkpoint_has_as_many_parameters(model: Path, tmp_path: Path):
+    quantize(model, tmp_path / "out", 4, 32, False, lambda _: None)
+    counts = set[int]()
+    for path in (model, tmp_path / "out"):
+        answer = CliRunner().invoke(app, ["size", str(path), "--context", "64", "--memory", "1GiB", "--json"])
+        counts.add(json.loads(answer.stdout)["parameters"])
+    assert counts == {sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())}
+
+
 def test_products_that_make_no_whole_groups_stay_plain(tmp_path: Path):
     path = checkpoints.make("llama", tmp_path / "plain", hidden_size=64, head_dim=16, intermediate_size=160)
     quantize(path, tmp_path / "out", 4, 64, False, lambda _: None)
