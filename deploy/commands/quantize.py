@@ -61,7 +61,7 @@ def quantize(
     if products.plain:
         kinds = dict.fromkeys(name.rpartition(".")[2] for name in products.plain)
         out.print(
-            f"{len(products.plain)} of {products.count} products have no whole groups of {group} inputs and stay "
+            f"{len(products.plain)} of {products.total} products have no whole groups of {group} inputs and stay "
             f"plain: {', '.join(kinds)}"
         )
     err.print(f"{output} has the checkpoint: baton up --model {output}")

@@ -47,7 +47,7 @@ class LayerError(NamedTuple):
 class Products(NamedTuple):
     """The products of a checkpoint that were to be rounded."""
 
-    count: int
+    total: int
     plain: list[str]  # of these, the ones whose inputs are no multiple of the group
 
 
