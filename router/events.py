@@ -218,6 +218,9 @@ class ServingAccount(Struct):
     prefill_compute_ms: int | None = None
     predicted_ms: int = 0  # how long loading cached pages from below an arena was to take in the last attempt
     load_ms: int = 0  # and how long it took
+    drafts: int = 0  # steps that verified proposals for it, over all attempts
+    draft_tokens: int = 0  # those proposals
+    accepted_tokens: int = 0  # and the right ones
 
 
 class Summary(Struct, frozen=True):

@@ -55,11 +55,20 @@ class Attempt:
     prefill_sent: bool = False
     prefilled: bool = False
     computed: int = 0  # tokens that its decode worker has computed, by the last heartbeat
+    verified: int = 0  # proposals, by its decode worker's last word
+    accepted: int = 0  # and of those the right ones
     listed_before_accepted: int = 0  # heartbeats that listed it before its Accepted came
     listed_incomplete: int = 0  # heartbeats in a row that listed it as short
     listed_ended: int = 0  # heartbeats of its prefill worker that listed it as ended before its Prefilled came
     missing_from: int | None = None  # what we had when the last heartbeat showed that the worker has more
     last_resend: int | None = None  # position of the last Resend that a gap made us send
+
+    def speculated(self, verified: int, accepted: int) -> tuple[int, int]:
+        """Take the worker's totals. Return how many proposals, and right ones, are new."""
+        before = self.verified, self.accepted
+        self.verified = max(self.verified, verified)
+        self.accepted = max(self.accepted, min(accepted, verified))
+        return self.verified - before[0], self.accepted - before[1]
 
     @property
     def needs_prefill(self) -> bool:

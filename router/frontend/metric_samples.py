@@ -78,6 +78,9 @@ _COUNTERS = {
     "prefix_cache_queries": ("Prompt tokens that were looked up in caches.", ()),
     "prefix_cache_hits": ("Prompt tokens that were found in caches.", ()),
     "request_success": ("Requests that ended, by reason.", ("finished_reason",)),
+    "spec_decode_num_drafts": ("Steps of a request that verified proposals.", ()),
+    "spec_decode_num_draft_tokens": ("Proposals that steps have verified.", ()),
+    "spec_decode_num_accepted_tokens": ("Proposals that were right.", ()),
 }
 
 
@@ -199,6 +202,8 @@ class VllmMetrics(Collector):
         self._count("generation_tokens", usage.completion)
         self._count("prefix_cache_queries", usage.prompt)
         self._count("prefix_cache_hits", usage.cached)
+        for name in ("drafts", "draft_tokens", "accepted_tokens"):
+            self._count(f"spec_decode_num_{name}", getattr(end.summary.served, name))
         for name, seconds in {
             "time_to_first_token_seconds": line.ttft,
             "request_time_per_output_token_seconds": line.tpot(usage.completion),

@@ -169,6 +169,11 @@ class WorkerMessageHandler:
         computed = min(delta.computed, attempt.start)
         if delta.verified:
             self._explanations.speculated(request, delta.verified, delta.accepted, delta.saved)
+            verified, accepted = attempt.speculated(delta.verified, delta.accepted)
+            served = request.account.served
+            served.drafts += verified > 0
+            served.draft_tokens += verified
+            served.accepted_tokens += accepted
         if request.account.decode_computed is None and delta.position == attempt.start:
             request.account.decode_computed = computed
         if new:

@@ -5,14 +5,17 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
 from baton.config import ObjectivesConfig, TenantConfig
-from baton.messages import Accepted, Prefilled, Started
+from baton.messages import Accepted, Prefilled, SamplingParams, Started
 from baton.metrics import TABLE
 from baton.timeline import Timeline
 from router.events import ClientGone, ServingAccount, Shutdown, Summary
-from router.frontend.metric_samples import heartbeat_age, metric_samples
+from router.frontend.metric_samples import VllmMetrics, heartbeat_age, metric_samples
+from router.frontend.served_model import ServedModel
 from router.placement.reuse_ceiling import ReuseCeiling
+from router.queueing.admission import ModelLimits
 from router.requests.hops import HOPS, ttft_hops
 from tests.router.lab import Lab, lab_with
 from tests.router.model import CONTEXT, EOS, PAGE
@@ -158,6 +161,30 @@ def test_hops_are_never_negative_and_add_up_to_the_time_to_first_token(
     if received <= placed:
         assert all(seconds >= 0 for seconds in hops.values())
     assert sum(hops.values()) == pytest.approx(first - received)
+
+
+# --- speculation ---
+
+
+def test_proposals_are_counted_over_attempts_and_a_total_that_shrinks_is_not() -> None:
+    cluster = lab_with()
+    cluster.colocated(2)
+    cluster.accepted(max_tokens=9)
+    first = cluster.to(cluster.decode)
+    cluster.tokens(first, "r", 1, 10, 8, 8, 8, verified=3, accepted=2)
+    cluster.tokens(first, "r", 1, 13, 8, verified=3, accepted=2)  # a step without proposals
+    cluster.tokens(first, "r", 1, 14, 8, verified=5, accepted=2)
+    cluster.tokens(first, "r", 1, 15, 8, verified=1, accepted=1)  # it counts downwards
+    cluster.leaves(first)
+    last = cluster.to(cluster.decode)
+    cluster.say(last, Accepted("r", 2))
+    cluster.tokens(last, "r", 2, 16, 8, 8, 8, finish="length", verified=4, accepted=9)  # more than it verified
+    registry = CollectorRegistry()
+    page = VllmMetrics(registry, ServedModel("m", None, ModelLimits(50, CONTEXT), (), SamplingParams()), PAGE)
+    page.request_ended(cluster.end(), 9)
+    labels = {"model_name": "m", "engine": "0"}
+    names = [f"vllm:spec_decode_num_{each}_total" for each in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert [registry.get_sample_value(name, labels) for name in names] == [3, 9, 6]
 
 
 # --- processes ---
