@@ -32,7 +32,7 @@ kernels are Triton's, which vLLM's build for CPUs does not have."""
 
 _EXACT = {
     "cpu": {"VLLM_CPU_ATTN_SPLIT_KV": "0"},  # where it divides a long context depends on threads and on other rows
-    "cuda": {"VLLM_BATCH_INVARIANT": "1"},  # not run
+    "cuda": {"VLLM_BATCH_INVARIANT": "1"},  # steps ran on an H200, their bits were not compared
 }
 """What keeps a row's bits from depending on other rows, besides `Load.companion`."""
 
