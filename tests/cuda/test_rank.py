@@ -145,7 +145,7 @@ def count(seed: int) -> None:
         drawn: list[dict[str, int]] = []
         for rows in [*steps, None, None]:
             if len(under_way) == 2 or (rows is None and under_way):
-                tokens, _, corrected, _ = under_way.popleft().get_output()
+                tokens, _, corrected, *_ = under_way.popleft().get_output()
                 drawn.append({name: one.token for name, (one,) in tokens.items()})
                 assert corrected == []
             if rows is not None:

@@ -44,7 +44,7 @@ import sys
 from deploy.control_plane import probe
 
 address, token = probe.find(), probe.token()
-if address is None or probe.ask(address, token and token.text) is not probe.RayAnswer.WELCOME:
+if address is None or probe.ask_ray(address, token and token.text) is not probe.RayAnswer.WELCOME:
     print(0)
     sys.exit()
 import ray
