@@ -53,10 +53,13 @@ vLLM 0.32.0 on a CPU ([vllm.md](vllm.md)), in float32. `make test-vllm` runs the
 
 - *Exact*: greedy tokens are those of transformers, in mixed batches of chunks. *Likeliest*: they are the likeliest of
   transformers in float32, but for near ties.
-- *TP 2*: the same tokens from two tensor-parallel ranks.
+- *TP 2*: the same tokens from two tensor-parallel ranks. *Handed over*: a prompt goes from one rank to two ranks or
+  stages, or back, with the same tokens.
 - *PP 2*: the same tokens from two pipeline stages. Models in groups of layers and with states are refused.
 - *LoRA*: rows with adapters and without one in a batch; tokens are those of merged weights. With "TP 2", on two ranks
   as well. vLLM computes adapters of mixtures of experts with Triton, so on a CPU they are refused.
+- *Expert parallelism* (`model.enable_expert_parallel`) is [refused on a CPU](../{choice}), by
+  `test_what_an_engine_lacks_for_settings`. On GPUs it is not run.
 - *MTP layers* as [drafts](vllm.md#vllms-drafts): [tokens are those without, guesses those of the
   layer](../tests/vllm_runner/test_mtp.py). They are tried of
   {mtp}.
@@ -289,7 +292,7 @@ def page() -> str:
         f"{HEAD}\n{chr(10).join(lines)}\n\n"
         f"Engine: `{_GENERATION_TESTS[0]}[checkpoint]` and\n`{_GENERATION_TESTS[1]}[checkpoint]`.\n"
         f"Clusters: `{_EXACT_TEST}[checkpoint-shape]`.\n"
-        + VLLM.format(**{name: "\n".join(lines) for name, lines in tables.items()})
+        + VLLM.format(choice=CHOICE, **{name: "\n".join(lines) for name, lines in tables.items()})
         + FOOT.format(kinds="\n".join(kinds))
     )
 
@@ -360,7 +363,8 @@ def _vllm_families() -> Iterator[str]:
     if (latents := vllm_source("MLA")) is not None:
         file = VLLM_TESTS["MLA"][0]
         for recipe in _constant(latents, "EXACT"):
-            cells = f"[exact; 1P+1D](../{file}) | [handed over](../{file}) | {_NOT_RUN}"
+            handed = f"[handed over](../{file})" if recipe == "deepseek-v3" else _NOT_RUN
+            cells = f"[exact; 1P+1D](../{file}) | {handed} | {handed} | {_NOT_RUN}"
             yield f"| `{everything[recipe].model.__name__}` (MLA) | {recipe} | {cells} |"
 
 

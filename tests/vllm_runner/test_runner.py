@@ -11,6 +11,7 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,13 +19,16 @@ import torch
 pytest.importorskip("vllm")
 
 from baton.errors import DeviceLost, UnsupportedModel
+from baton.messages import Grammar
 from engine.engine import Engine
-from engine.step.batch import Chunk, LogitsEdits, PromptScoring, TokenDraw
+from engine.sampling.grammars import GrammarCompiler
+from engine.step.batch import Chunk, ComputedMask, LogitsEdits, PromptScoring, TokenDraw
 from engine.step.block_table import BlockTable
 from engine.vllm_runner.runner import VllmRunner
 from kvstore.arena.memory import Arena
 from kvstore.client.transfer import CopyOut
 from tests.support import checkpoints
+from tests.support.eventually import eventually
 from tests.vllm_runner import driver
 from tests.vllm_runner.driver import GREEDY, PAGE, PAGES, Generation, Loaded, agree, load, prompt_of, run, step
 from worker.calibration import calibrate
@@ -106,6 +110,30 @@ def test_draws_rules_and_log_probabilities_are_those_of_our_own_engine(paths: Ca
             if expected.logprob is not None:
                 assert sampled.logprob == pytest.approx(expected.logprob, abs=1e-3)
                 assert [token for token, _ in sampled.top] == [token for token, _ in expected.top]
+
+
+def test_rows_follow_their_grammars_beside_rows_without_one(paths: Callable[[str], Path], runner: Loaded):
+    """A mask that is late leaves its row without a token, and the row comes again."""
+    ours, theirs = native(paths("llama")), runner("llama")
+    grammar = Grammar("regex", "[a-f ]{200,210}", checkpoints.EOS, ignore_eos=True)
+    draws = [GREEDY, TokenDraw(temperature=1.0, seed=5, logprobs=2), TokenDraw(temperature=1.2, top_k=20, seed=9)]
+    rows = [Generation(prompt_of(30 + i, i), range(8 * i, 8 * i + 8), draws[i % 3]) for i in range(6)]
+    with closing(GrammarCompiler(paths("llama"), checkpoints.VOCAB, lambda: None)) as compiler:
+        followed = [compiler.follow(grammar, (checkpoints.EOS,), one.tokens, len(one.tokens)) for one in rows[::2]]
+        eventually(lambda: all(one.ready for one in followed), what="the grammars")
+        for number in range(15):
+            chunks = [one.chunk() for one in rows]
+            for at, one in enumerate(followed):
+                (mask := one.mask(rows[2 * at].tokens)).compute()
+                late = ComputedMask(None, ready=False)
+                draw = msgspec.structs.replace(rows[2 * at].draw, mask=late if number % 4 == at else mask)
+                chunks[2 * at] = msgspec.structs.replace(chunks[2 * at], sample=draw)
+            for at, (one, chunk, drawn) in enumerate(zip(rows, chunks, step(theirs, *chunks).sampled, strict=True)):
+                assert (drawn is None) == (at % 2 == 0 and number % 4 == at // 2)
+                if drawn is not None:
+                    (expected,) = ours.step([Chunk(one.tokens, 0, range(8), chunk.sample)])
+                    assert (drawn.token, drawn.finite) == (expected.token, True)
+                    one.take(chunk, drawn)
 
 
 def test_prompt_tokens_are_scored(paths: Callable[[str], Path], runner: Loaded):

@@ -35,6 +35,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, paths: Callable[[str
 
 
 test_draws = first.test_draws_rules_and_log_probabilities_are_those_of_our_own_engine
+test_grammars = first.test_rows_follow_their_grammars_beside_rows_without_one
 test_scores = first.test_prompt_tokens_are_scored
 test_a_hand_over = first.test_a_prompt_is_handed_over
 test_a_move = first.test_a_sequence_moves_is_put_aside_and_computed_again
