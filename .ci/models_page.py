@@ -73,7 +73,7 @@ Scores beyond 88 times a soft cap (Gemma 2) make NaN on a CPU with AVX-512 ([vll
 On our own engine a quantized checkpoint is exactly the numbers that its format means, and inputs of products are never
 quantized. *Native*: weights stay in 8 or 4 bits in memory, and our kernels for CPUs read them so. That needs groups of
 a multiple of 16 inputs, and float32 or bfloat16 (`model.dtype`). Elsewhere they are made dense. `baton quantize` writes
-the packed ones.
+the packed ones. It prints which products stay plain because their inputs make no whole groups.
 
 On vLLM's runner the reference is transformers with these numbers. For int8 and FP8 (W8A8) the inputs of products are
 quantized as well. Greedy tokens are the likeliest of the reference, but for near ties.
