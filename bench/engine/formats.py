@@ -150,7 +150,7 @@ def _peers(plain: Path, folder: Path, lacks: dict[str, str]) -> dict[str, Callab
         return lambda threads: [*words, str(threads)]
 
     starters: dict[str, Callable[[int], Command]] = {}
-    for peer, make, forms in (("OpenVINO", openvino, ("int8", "int4")), ("llama.cpp", llama, ("Q8_0", GGUF))):
+    for peer, make, forms in (("OpenVINO", openvino, ("int8", "int4")), ("llama.cpp", llama, ("Q8_0", "Q4_0", GGUF))):
         for form in forms:
             try:
                 starters[f"{peer} {form}"] = make(form)
