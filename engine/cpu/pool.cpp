@@ -18,7 +18,7 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
 }  // namespace
 
 Pool::Pool(int threads, Parallel parallel) : threads_(threads < 1 ? 1 : threads), parallel_(parallel) {
-  if (parallel) {  // it may give fewer threads than it is asked for, and who is not there is never met
+  if (parallel) {  // it may give fewer threads than are wanted, and a meeting would wait for the others for ever
     std::atomic<int> given{0};
     parallel([](void* at) { ++*static_cast<std::atomic<int>*>(at); }, &given, threads_, 0);
     threads_ = given;
